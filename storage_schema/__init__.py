@@ -1,0 +1,1 @@
+"""What is on disk: formats, names and errors, without torch, transformers, zarr or prefect."""
