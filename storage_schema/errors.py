@@ -14,8 +14,7 @@
     ├── DamagedError                stored bytes are not the recorded ones
     │   ├── MissingObjectError
     │   └── CorruptedObjectError
-    ├── NonFiniteMapError           an LM produced NaN or infinity
-    └── StoreBusyError              another live process owns the same work
+    └── NonFiniteMapError           an LM produced NaN or infinity
 
 A message says the rule, the value seen, the value expected, whose it is, and what to do next.
 """
@@ -80,8 +79,8 @@ class CorruptedObjectError(DamagedError):
 
 
 class NonFiniteMapError(OlaError):
-    pass
+    """`row` is the sample's position in its batch, `layer` the first layer that is not finite."""
 
-
-class StoreBusyError(OlaError):
-    pass
+    def __init__(self, message: str, row: int, layer: int) -> None:
+        super().__init__(message)
+        self.row, self.layer = row, layer

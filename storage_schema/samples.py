@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pyarrow as pa
@@ -60,7 +60,7 @@ class Sample:
     """The exact string that tokenizers see."""
     words: tuple[str, ...]
     word_spans: tuple[tuple[int, int], ...]
-    """[start, stop) of each word in `text`. Spans never decrease; only the words of a contraction may share one."""
+    """[start, stop) of each word in `text`, in order. None is empty; only words of one contraction may share a span."""
     upos: tuple[str, ...] | None = None
     """Universal part-of-speech tags."""
     xpos: tuple[str, ...] | None = None
@@ -80,6 +80,9 @@ class Sample:
     """Stable content id; empty until `identify_samples` has seen the whole split."""
 
 
+_CONTENT = tuple(field.name for field in fields(Sample) if field.name not in ("sample_id", "document_id"))
+
+
 def check_sample(sample: Sample, where: str) -> Sample:
     """The sample itself, once it is consistent.
 
@@ -87,8 +90,8 @@ def check_sample(sample: Sample, where: str) -> Sample:
         where: names file and line (or record) in the error.
 
     Raises:
-        CorpusFormatError: the text is blank; a span lies outside the text or before its predecessor; an annotation has
-            not one value a word; a head is out of range or on a cycle; a relation's range is empty or out of range.
+        CorpusFormatError: the text is blank; a span is empty, outside the text or over its predecessor; an annotation
+            has not one value a word; a head is out of range or on a cycle; a relation's range is empty or out of range.
     """
 
     def refuse(rule: str) -> CorpusFormatError:
@@ -101,8 +104,11 @@ def check_sample(sample: Sample, where: str) -> Sample:
         raise refuse(f"{num_words} words but {len(sample.word_spans)} character spans")
     previous = (0, 0)
     for word, span in zip(sample.words, sample.word_spans, strict=True):
-        if not previous[0] <= span[0] <= span[1] <= len(sample.text):
-            raise refuse(f"word {word!r} has span {span}, outside the text or before its predecessor")
+        follows = span == previous or previous[1] <= span[0]
+        if not (follows and span[0] < span[1] <= len(sample.text)):
+            raise refuse(
+                f"word {word!r} has span {span}, which is empty, outside the text or overlaps the word before it"
+            )
         previous = span
     for name in WORD_ANNOTATIONS:
         values = getattr(sample, name)
@@ -121,20 +127,21 @@ def _check_heads(heads: Sequence[int], refuse: Any) -> None:
     for number, head in enumerate(heads, start=1):
         if not 0 <= head <= len(heads):
             raise refuse(f"word {number} has head {head}, expected 0..{len(heads)}")
-    done: set[int] = {0}
-    for number in range(1, len(heads) + 1):
-        path: list[int] = []
-        while number not in done:
-            if number in path:
-                raise refuse(f"heads form a cycle through word {number}")
-            path.append(number)
-            number = heads[number - 1]
-        done.update(path)
+    rooted: set[int] = {0}
+    for word in range(1, len(heads) + 1):
+        path: set[int] = set()
+        while word not in rooted:
+            if word in path:
+                raise refuse(f"heads form a cycle through word {word}")
+            path.add(word)
+            word = heads[word - 1]  # noqa: PLW2901
+        rooted |= path
 
 
 def _content(sample: Sample) -> dict[str, Any]:
-    values = asdict(sample)
-    del values["sample_id"], values["document_id"]
+    values = {name: getattr(sample, name) for name in _CONTENT}
+    if sample.relations is not None:
+        values["relations"] = [{"first": r.first, "second": r.second, "label": r.label} for r in sample.relations]
     return values
 
 
@@ -167,7 +174,7 @@ def join_sample_id(digest: int, repetition: int) -> str:
 
 
 def compute_content_hash(samples: Iterable[Sample]) -> str:
-    """SHA-256 (64 hex digits) over the ids and document ids of a split, in order; ids already cover text and annotation."""
+    """SHA-256 (64 hex digits) over a split's ids and document ids, in order; ids already cover text and annotation."""
     digest = hashlib.sha256(f"ola-samples-{SAMPLE_TABLE_VERSION}\n".encode())
     for sample in samples:
         digest.update(json.dumps([sample.sample_id, sample.document_id]).encode() + b"\n")
@@ -199,7 +206,9 @@ def from_table(table: pa.Table) -> list[Sample]:
         return span["start"], span["stop"]
 
     def sample(row: dict[str, Any]) -> Sample:
-        values = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in row.items()
+        }
         values["word_spans"] = tuple(pair(span) for span in row["word_spans"])
         if row["relations"] is not None:
             values["relations"] = tuple(

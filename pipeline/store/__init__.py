@@ -1,0 +1,1 @@
+"""Maps to Zarr and back: create, write a partition, finish, open, verify."""

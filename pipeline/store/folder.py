@@ -1,0 +1,184 @@
+"""A store's folder: its marker, its paths, and objects that appear whole or not at all.
+
+ola-store.json                                    marker with the format number
+_samples/<corpus>/<split>/<content hash>.parquet  samples with their annotation, once a corpus
+_work/<fingerprint>/, _work/<fingerprint>.lock    an unfinished version's journal and owner; gone when it is finished
+<model>/<corpus>/<split>/vN.json                  manifest: its presence is the version
+<model>/<corpus>/<split>/<fingerprint>/           the version's Zarr group
+<model>/<corpus>/<split>/_tags/<tag>.json         a tag
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from storage_schema.errors import NewerFormatError, StoreAccessError
+from storage_schema.manifest import StoredObject
+from storage_schema.refs import Dataset
+
+STORE_FORMAT = 1
+_MARKER = "ola-store.json"
+
+
+@dataclass(frozen=True)
+class StoreFolder:
+    """An opened store. All paths of its layout come from here."""
+
+    path: Path
+
+    def dataset_path(self, dataset: Dataset) -> Path:
+        return self.path / dataset.model / dataset.corpus / dataset.split
+
+    def group_path(self, dataset: Dataset, fingerprint: str) -> Path:
+        return self.dataset_path(dataset) / fingerprint[:16]
+
+    def samples_path(self, corpus: str, split: str, content_sha256: str) -> Path:
+        return self.path / "_samples" / corpus / split / f"{content_sha256[:16]}.parquet"
+
+    def work_path(self, fingerprint: str) -> Path:
+        return self.path / "_work" / fingerprint[:16]
+
+    def remove_journal(self, fingerprint: str) -> None:
+        """Removes the journal of a published version, also one that a process killed right after publishing left."""
+        shutil.rmtree(self.work_path(fingerprint), ignore_errors=True)
+
+
+def open_store(store: str | Path) -> StoreFolder:
+    """The store in a folder, for reading.
+
+    Raises:
+        StoreAccessError: there is no such folder, it is a file or a URL, or it holds no store.
+        NewerFormatError: a later release wrote it.
+    """
+    path = _local_path(store)
+    if not path.exists():
+        raise StoreAccessError(f"there is no store at {path}; `ola materialize --store {path}` makes one")
+    if not path.is_dir():
+        raise StoreAccessError(f"the store {path} is a file; a store is a folder")
+    marker = path / _MARKER
+    try:
+        values = json.loads(marker.read_bytes())
+        version = values["ola_store"]
+    except FileNotFoundError:
+        raise StoreAccessError(f"{path} is no store: it has no {_MARKER}; name another folder with --store") from None
+    except (ValueError, KeyError, TypeError):
+        raise StoreAccessError(
+            f'{marker} is not a store\'s marker; restore it from a copy: {{"ola_store": 1}}'
+        ) from None
+    except OSError as error:
+        raise StoreAccessError(f"the store {path} cannot be read: {error.strerror}") from None
+    if not isinstance(version, int) or version > STORE_FORMAT:
+        raise NewerFormatError(
+            f"the store {path} has format {version}, this release reads up to {STORE_FORMAT}; upgrade to use it"
+        )
+    return StoreFolder(path)
+
+
+def open_store_for_writing(store: str | Path) -> StoreFolder:
+    """The store in a folder, made there if the folder is missing or empty.
+
+    Raises:
+        StoreAccessError: the folder cannot be written, is a file, a URL, or holds something else.
+        NewerFormatError: a later release wrote it.
+    """
+    path = _local_path(store)
+    try:
+        if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+            path.mkdir(parents=True, exist_ok=True)
+            put_if_absent(path / _MARKER, json.dumps({"ola_store": STORE_FORMAT}).encode() + b"\n")
+        folder = open_store(path)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise StoreAccessError(
+            f"the store {path} cannot be written: {error.strerror or error}; choose another folder with --store"
+        ) from None
+    return folder
+
+
+def check_writable(store: str | Path) -> None:
+    """Nothing, where `open_store_for_writing` would succeed; touches nothing.
+
+    Raises:
+        StoreAccessError, NewerFormatError: as `open_store_for_writing`.
+    """
+    path = _local_path(store)
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        open_store(path)
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise StoreAccessError(f"the store {path} cannot be written: {existing} is not a folder that you may write to")
+
+
+def _local_path(store: str | Path) -> Path:
+    if "://" in str(store):
+        raise StoreAccessError(
+            f"the store {str(store).partition('://')[0]}://... is a URL; this release keeps stores in folders"
+        )
+    return Path(store).expanduser().absolute()
+
+
+def put_if_absent(path: Path, data: bytes) -> bool:
+    """Writes a whole object in one step, unless the path is taken; says whether it did.
+
+    The file is linked into place, which alone tells the loser of a race (a rename would replace the winner's).
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _partial_file(path, data) as partial:
+        try:
+            os.link(partial, path)
+        except FileExistsError:
+            return False
+    _sync_folder(path.parent)
+    return True
+
+
+def replace_object(path: Path, data: bytes) -> None:
+    """Writes a whole object in one step, over what was there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _partial_file(path, data) as partial:
+        partial.replace(path)
+    _sync_folder(path.parent)
+
+
+@contextmanager
+def _partial_file(path: Path, data: bytes) -> Iterator[Path]:
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".partial", delete=False) as file:
+        partial = Path(file.name)
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.chmod(0o644)
+        yield partial
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_object(path: Path) -> StoredObject:
+    """A stored object's digest and size, once its bytes are on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        data = file.read()
+    return StoredObject(sha256(data).hexdigest(), len(data))
+
+
+def remove_partials(folder: Path) -> None:
+    """Removes what a killed writer left: files under `.partial` names."""
+    for path in folder.rglob("*.partial"):
+        path.unlink(missing_ok=True)

@@ -1,0 +1,95 @@
+"""A finished version, opened for reading: its index, its cells, its samples.
+
+Axis names: S samples, N tokens of all samples, T tokens of one sample.
+Whatever is not as the manifest says raises by name. Nothing is written.
+"""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import zarr
+from jaxtyping import Float
+from numpy import ndarray
+from zarr.storage import LocalStore
+
+from pipeline.store.folder import StoreFolder
+from pipeline.store.samples import read_samples_table
+from pipeline.store.versions import Version
+from storage_schema.arrays import CHUNK_CELLS, INDEX_ARRAYS, name_array
+from storage_schema.errors import CorruptedObjectError, MissingObjectError
+from storage_schema.recipe import MapName
+
+
+class StoredVersion:
+    """The arrays of a finished version. Opening it compares presence and size of every object with the manifest."""
+
+    def __init__(self, store: StoreFolder, version: Version) -> None:
+        """Opens the version.
+
+        Raises:
+            MissingObjectError: an object is not there.
+            CorruptedObjectError: an object has another size than recorded. (Zarr would read either as fill values.)
+        """
+        self.store, self.version, self.manifest = store, version, version.manifest
+        self.path = store.dataset_path(self.manifest.dataset) / self.manifest.folder
+        for name, stored in self.manifest.objects.items():
+            self._check_size(self.path / name, stored.num_bytes)
+        self._check_size(store.path / self.manifest.samples_path, self.manifest.samples.num_bytes)
+
+    def _check_size(self, path: Path, expected: int) -> None:
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            raise MissingObjectError(f"{self.version.ref}: object {path} is missing; {self._remedy}") from None
+        if size != expected:
+            raise CorruptedObjectError(
+                f"{self.version.ref}: object {path} has {size} bytes, its manifest says {expected}; {self._remedy}"
+            )
+
+    @property
+    def _remedy(self) -> str:
+        return f"`ola verify {self.version.ref}` lists all damage; restore it from a copy, or materialize elsewhere"
+
+    @cached_property
+    def _group(self) -> zarr.Group:
+        return zarr.open_group(LocalStore(self.path, read_only=True), mode="r")
+
+    @cached_property
+    def index(self) -> dict[str, np.ndarray[Any, Any]]:
+        """The index arrays by name, in memory."""
+        return {index.name: self._read(index.name, ...) for index in INDEX_ARRAYS}
+
+    @cached_property
+    def samples_table(self) -> pa.Table:
+        """The corpus's samples and annotation; row i is sample i."""
+        return read_samples_table(self.store, self.manifest.samples_path, self.manifest.samples)
+
+    def read_chunk(self, name: MapName, partition: int, chunk: int) -> Float[ndarray, " cells"]:
+        """One chunk of a map's row of cells, in the stored dtype: cells `[chunk * CHUNK_CELLS, ...)`.
+
+        Raises:
+            CorruptedObjectError: the shard does not decode, or fails its checksum; names it.
+        """
+        start = chunk * CHUNK_CELLS
+        cells: Float[ndarray, " cells"] = self._read(name_array(name), (partition, slice(start, start + CHUNK_CELLS)))
+        return cells
+
+    def read_partition(self, name: MapName, partition: int) -> Float[ndarray, " cells"]:
+        """A map's whole row of cells, in the stored dtype; errors as `read_chunk`."""
+        cells: Float[ndarray, " cells"] = self._read(name_array(name), (partition, slice(None)))
+        return cells
+
+    def _read(self, name: str, selection: Any) -> Any:
+        try:
+            array = self._group[name]
+            assert isinstance(array, zarr.Array)
+            return np.asarray(array[selection])
+        except Exception as error:
+            where = name if selection is ... else f"{name}/c/{selection[0]}/0"
+            raise CorruptedObjectError(
+                f"{self.version.ref}: {self.path / where} cannot be read "
+                f"({type(error).__name__}: {error}); {self._remedy}"
+            ) from error

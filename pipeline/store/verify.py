@@ -1,0 +1,101 @@
+"""Whether a finished version is what was written: digests, row sums, the triangle, the samples."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from pipeline.store.folder import StoreFolder, read_object
+from pipeline.store.open import StoredVersion
+from pipeline.store.versions import Version
+from storage_schema.arrays import count_cells, unpack_map
+from storage_schema.errors import DamagedError
+from storage_schema.samples import compute_content_hash, from_table, split_sample_id
+
+ROW_SUM_TOLERANCE = {"float32": 1e-5, "float16": 2.0**-11}
+"""How far a row may be from 1, apart from 2^-25 for each of its cells (float16's smallest step)."""
+
+
+def verify_version(
+    store: StoreFolder, version: Version, report: Callable[[int, int], None] = lambda done, total: None
+) -> list[str]:
+    """What is wrong with a version, one line a finding; empty where it is whole.
+
+    Every object's digest is compared with the manifest, then every map's rows are added up and every index entry and
+    sample is checked. Maps are read only where all digests are right.
+    """
+    damage = list(_check_digests(store, version))
+    if damage:
+        return damage
+    try:
+        opened = StoredVersion(store, version)
+        return [*_check_index(opened), *_check_maps(opened, report)]
+    except DamagedError as error:
+        return [str(error)]
+
+
+def _check_digests(store: StoreFolder, version: Version) -> Iterator[str]:
+    manifest = version.manifest
+    group = store.dataset_path(manifest.dataset) / manifest.folder
+    expected = {group / name: stored for name, stored in manifest.objects.items()}
+    expected[store.path / manifest.samples_path] = manifest.samples
+    for path, stored in expected.items():
+        try:
+            found = read_object(path)
+        except FileNotFoundError:
+            yield f"{path}: missing"
+            continue
+        except OSError as error:
+            yield f"{path}: cannot be read ({error.strerror})"
+            continue
+        if found.num_bytes != stored.num_bytes:
+            yield f"{path}: {found.num_bytes} bytes, the manifest says {stored.num_bytes}"
+        elif found.sha256 != stored.sha256:
+            yield f"{path}: SHA-256 {found.sha256[:16]}..., the manifest says {stored.sha256[:16]}..."
+
+
+def _check_index(opened: StoredVersion) -> Iterator[str]:
+    manifest, index = opened.manifest, opened.index
+    samples = from_table(opened.samples_table)
+    if (found := compute_content_hash(samples)) != manifest.recipe.corpus_sha256:
+        expected = manifest.recipe.corpus_sha256
+        yield f"{manifest.samples_path}: content hash {found[:16]}..., the recipe says {expected[:16]}..."
+    ids = [split_sample_id(sample.sample_id) for sample in samples[: manifest.counts.samples]]
+    stored_ids = list(zip(index["sample_hash"].tolist(), index["sample_repetition"].tolist(), strict=True))
+    if ids != stored_ids:
+        yield "sample_hash, sample_repetition: not the ids of the sample table"
+    if len(index["length"]) != manifest.counts.samples or index["length"].sum() != manifest.counts.tokens:
+        yield "length: not the manifest's numbers of samples and tokens"
+    words = np.repeat([len(sample.words) for sample in samples[: len(index["length"])]], index["length"])
+    if (index["word_ids"] >= words).any() or (index["word_ids"] < -1).any():
+        yield "word_ids: a token belongs to a word that its sample does not have"
+
+
+def _check_maps(opened: StoredVersion, report: Callable[[int, int], None]) -> Iterator[str]:
+    manifest, index = opened.manifest, opened.index
+    packing, tolerance = manifest.packing, ROW_SUM_TOLERANCE[manifest.recipe.store_dtype]
+    members: dict[int, list[int]] = {}
+    for sample, partition in enumerate(index["partition"].tolist()):
+        members.setdefault(partition, []).append(sample)
+    done, total = 0, len(manifest.recipe.maps) * len(index["length"])
+    for name in manifest.recipe.maps:
+        for partition, samples in members.items():
+            cells = opened.read_partition(name, partition)
+            for sample in samples:
+                start, length = int(index["start"][sample]), int(index["length"][sample])
+                stop = start + count_cells(length, packing)
+                values = unpack_map(cells[start:stop].astype(np.float32), length, packing)
+                sums = values.sum(axis=1, dtype=np.float64)
+                allowed = tolerance + length * 2.0**-25
+                worst = float(np.abs(sums - 1).max())
+                if not (worst <= allowed and values.min() >= 0):
+                    yield (
+                        f"map {name} of sample {sample} (partition {partition}): a row sums to 1 {worst:+.1e} "
+                        f"(allowed {allowed:.1e}), smallest value {values.min():.1e}"
+                    )
+                if packing == "lower" and not abs(values[0, 0] - 1) <= allowed:
+                    yield f"map {name} of sample {sample}: the first token of a causal map sees more than itself"
+            used = max(int(index["start"][s]) + count_cells(int(index["length"][s]), packing) for s in samples)
+            if cells[used:].any():
+                yield f"map {name}, partition {partition}: values beyond its last sample"
+            done += len(samples)
+            report(done, total)

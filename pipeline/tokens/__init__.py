@@ -1,0 +1,1 @@
+"""Samples to token batches: encoding and word alignment."""

@@ -1,0 +1,132 @@
+"""The manifest: the record of one finished version, written last, with the digest and size of every object."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from storage_schema.arrays import Packing
+from storage_schema.errors import CorruptedObjectError, NewerFormatError
+from storage_schema.recipe import Recipe
+from storage_schema.refs import Dataset
+
+MANIFEST_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """One object's digest and size."""
+
+    sha256: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """What went in, and what did not."""
+
+    samples: int
+    tokens: int
+    words: int
+    cells: int
+    """Cells of one map, over all samples."""
+    partitions: int
+    truncated_samples: int
+    words_without_token: int
+    skipped_lines: int
+    """Blank lines of a text or jsonl file."""
+    dropped_words: int
+    """Words of incomplete last chunks under `words:N`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapStatistics:
+    """A map's values over all stored cells of this split, in float64."""
+
+    mean: float
+    std: float
+    min: float
+    max: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """A version's record. Deterministic: equal recipes in one environment give equal bytes.
+
+    Times, host and library versions lie in `run.json`, in the version's folder.
+    """
+
+    dataset: Dataset
+    recipe: Recipe
+    folder: str
+    """The version's Zarr group, relative to the dataset's folder."""
+    packing: Packing
+    num_layers: int
+    pad_token_id: int
+    """What readers pad `input_ids` with: the tokenizer's pad id, else 0."""
+    samples_path: str
+    """The sample table, relative to the store."""
+    samples: StoredObject
+    objects: dict[str, StoredObject]
+    """Every object of the group, by its path in the version's folder."""
+    counts: Counts
+    statistics: dict[str, MapStatistics]
+    """By array name."""
+    model_licence: str
+    corpus_licence: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the group; the sample table, which other versions share, is not counted."""
+        return sum(stored.num_bytes for stored in self.objects.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """The manifest as JSON values, its format number and fingerprint first."""
+        return {
+            "ola_manifest": MANIFEST_FORMAT,
+            "fingerprint": self.recipe.fingerprint,
+            **asdict(self),
+            "dataset": str(self.dataset),
+            "recipe": self.recipe.to_json(),
+        }
+
+    def encode(self) -> bytes:
+        """The manifest as it is stored: indented JSON with sorted keys."""
+        return (json.dumps(self.to_json(), indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> "Manifest":
+        """The manifest back from `encode`.
+
+        Raises:
+            NewerFormatError: a later release wrote it.
+            CorruptedObjectError: it is no manifest, or its fingerprint is not that of its recipe.
+        """
+        try:
+            values = json.loads(data)
+            version = values.pop("ola_manifest")
+            if version > MANIFEST_FORMAT:
+                raise NewerFormatError(
+                    f"{where}: manifest format {version}, this release reads up to {MANIFEST_FORMAT}; upgrade"
+                )
+            fingerprint = values.pop("fingerprint")
+            recipe = Recipe.from_json(values.pop("recipe"))
+            manifest = cls(
+                dataset=Dataset(*values.pop("dataset").split("/")),
+                recipe=recipe,
+                samples=StoredObject(**values.pop("samples")),
+                objects={path: StoredObject(**stored) for path, stored in values.pop("objects").items()},
+                counts=Counts(**values.pop("counts")),
+                statistics={name: MapStatistics(**row) for name, row in values.pop("statistics").items()},
+                **values,
+            )
+        except NewerFormatError:
+            raise
+        except Exception as error:
+            raise CorruptedObjectError(
+                f"{where}: not a manifest ({type(error).__name__}: {error}); restore it from a copy"
+            ) from None
+        if fingerprint != recipe.fingerprint:
+            raise CorruptedObjectError(
+                f"{where}: fingerprint {fingerprint[:16]} is not that of its recipe, {recipe.fingerprint[:16]}"
+            )
+        return manifest
