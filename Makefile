@@ -40,7 +40,7 @@ check: $(INSTALLED) ## Format, lint, types, import contracts
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@PYTHONPATH=. $(BIN)/lint-imports --no-logo 2>/dev/null || PYTHONPATH=. $(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-logo
 
 bench: $(INSTALLED) ## Measure, as ratios of two things timed in turn
 	@$(BIN)/python -m pytest -m bench -q -s tests/bench $(ARGS)
