@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 
-from pipeline.materialize import Plan
+from pipeline.plan import Plan
 from storage_schema.arrays import count_cells
 
 _TIMED_BATCHES = 3
@@ -37,7 +37,7 @@ def estimate_plan(plan: Plan, *, device: str, batch_tokens: int) -> Estimate:
 
     recipe = plan.recipe
     tokenizer = load_tokenizer(plan.model.path, plan.model.name, trust_remote_code=recipe.trust_remote_code)
-    tokens = encode_samples(tokenizer, plan.samples.samples[: recipe.limit], recipe.max_length)
+    tokens = encode_samples(tokenizer, plan.selected, recipe.max_length)
     model = load_model(plan.model, compute_dtype=recipe.compute_dtype, device=device)
     num_batches = len(plan_batches(tokens.lengths, batch_tokens))
     chosen = set(np.linspace(0, num_batches - 1, min(num_batches, _TIMED_BATCHES + 1), dtype=int).tolist())
