@@ -4,11 +4,10 @@ Axis names: S samples, T tokens of one sample.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from numpy import ndarray
 
 from pipeline.ola.load import LoadedModel
@@ -58,7 +57,7 @@ def compute_partition(
 
 def build_index(
     plan: Plan, tokens: TokenTable, partitions: list[Partition], packing: Packing
-) -> dict[str, np.ndarray[Any, Any]]:
+) -> dict[str, Shaped[ndarray, "..."]]:
     owner, start = place_samples(tokens.lengths, partitions, packing)
     ids = [split_sample_id(sample.sample_id) for sample in plan.selected]
     return {

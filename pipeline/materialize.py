@@ -2,13 +2,13 @@
 
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version as find_library_version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pipeline.plan import Plan, find_finished, plan_versions
 from pipeline.store.folder import StoreFolder, check_writable, open_store, open_store_for_writing
@@ -27,11 +27,11 @@ BATCH_TOKENS = 4096
 _RECORDED_LIBRARIES = ("ola-store", "torch", "transformers", "tokenizers", "zarr", "numcodecs", "numpy", "pyarrow")
 
 
-class Reporter(Protocol):
-    """Hears how far the work on a dataset is."""
+Reporter: TypeAlias = Callable[[str, str, int, int], None]
+"""Hears how far the work is: dataset, stage, samples done, samples in all.
 
-    def __call__(self, dataset: str, stage: str, done: int, total: int) -> None:
-        """`stage` is `wait` (another process does this very work), `tokens` or `maps`; both count samples."""
+Stages are `wait` (another process does this very work), `tokens` and `maps`.
+"""
 
 
 @dataclass(frozen=True)

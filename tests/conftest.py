@@ -5,12 +5,31 @@ import os
 from pathlib import Path
 
 import pytest
+from jaxtyping import install_import_hook
+
+# Shapes and dtypes in signatures hold while tests run; elsewhere they cost nothing.
+SHAPED = [
+    "storage_schema",
+    "pipeline.tokens",
+    "pipeline.ola",
+    "pipeline.store",
+    "pipeline.readers",
+    "pipeline.extraction",
+]
+install_import_hook(SHAPED, "beartype.beartype")
 
 PROJECT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("OLA_DATA") or PROJECT.parent / "shared" / "data").resolve()
 GOLDEN = DATA.parent / "golden"
 
-TINY = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "intermediate_size": 48, "vocab_size": 300}
+TINY = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "intermediate_size": 48,
+    "vocab_size": 300,
+    "initializer_range": 0.2,
+}
 SENTENCES = [
     "The committee that approved the budget did not expect the river to flood.",
     "Yes.",

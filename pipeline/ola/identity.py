@@ -133,8 +133,6 @@ def _check_files(folder: Path, name: str) -> None:
         raise UnsupportedModelError(
             f"{name} is a {architecture} model, which has no attention matrices: nothing to read"
         )
-    if config.get("is_encoder_decoder"):
-        raise UnsupportedModelError(f"{name} is an encoder-decoder ({architecture}); only single-stack models are read")
     if not any(folder.glob("*.safetensors")):
         pickled = sorted(path.name for path in folder.glob("*.bin"))
         hint = f" ({', '.join(pickled)} is pickled, which is never read: convert it)" if pickled else ""
@@ -192,10 +190,14 @@ def _read_config(folder: Path, name: str, trust_remote_code: bool) -> "PreTraine
 
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        return config.get_text_config()
     except (ValueError, OSError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UnsupportedModelError(f"{name}: transformers cannot read its config.json: {reason}") from None
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{name} is an encoder-decoder ({config.model_type}); only single-stack models are read"
+        )
+    return config.get_text_config()
 
 
 def _count_layers(config: "PreTrainedConfig", name: str) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from pipeline.ola.attention import reading_attention
@@ -80,7 +80,7 @@ def _load(identity: ModelIdentity, compute_dtype: str) -> PreTrainedModel:
             local_files_only=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except Exception as error:  # whatever a damaged file or foreign code raises
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UnsupportedModelError(f"{identity.name}: transformers cannot load it: {reason}") from None
     # A pooler reads the last layer and no attention comes after it; any other weight that is missing would be random.
@@ -100,8 +100,8 @@ def _choose_device(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         chosen = torch.device(device)
-        torch.empty(0, device=chosen)
-    except (RuntimeError, AssertionError) as error:
+        torch.ones(1, device=chosen).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise InvalidRecipeError(f"device {device!r} is not here: {str(error).splitlines()[0]}") from None
     return chosen
 
@@ -121,22 +121,22 @@ def check_model(model: PreTrainedModel, name: str, tolerance: float) -> tuple[in
     num_layers = getattr(config, "num_hidden_layers", None)
     if not num_layers:
         raise UnsupportedModelError(f"{name} ({config.model_type}) has no attention layers that its config names")
-    generator = torch.Generator().manual_seed(0)
-    input_ids = torch.randint(10, max(11, min(config.vocab_size, 1000)), (2, 6), generator=generator).to(model.device)
-    mask = torch.ones_like(input_ids)
-    mask[1, 4:] = 0
-    pad = config.pad_token_id
-    input_ids[1, 4:] = pad if isinstance(pad, int) and pad >= 0 else 0
-
+    input_ids, mask = _make_probe(config, model.device)
     ours: list[Tensor] = []
-    with reading_attention(model, ours.append):
-        run_model(model, input_ids, mask)
-    if len(ours) != num_layers:
+    try:
+        with reading_attention(model, ours.append):
+            run_model(model, input_ids, mask)
+        eager = model(input_ids=input_ids, attention_mask=mask, output_attentions=True, return_dict=True).attentions
+    except Exception as error:  # a model's own code may raise anything
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UnsupportedModelError(
+            f"{name} ({config.model_type}): a pass over two short texts fails: {reason}"
+        ) from error
+    if len(ours) != num_layers or eager is None or len(eager) != num_layers:
         raise UnsupportedModelError(
             f"{name} ({config.model_type}) sent {len(ours)} of its {num_layers} layers through a registered attention "
             "function; its attention cannot be read"
         )
-    eager = model(input_ids=input_ids, attention_mask=mask, output_attentions=True).attentions
     lower = True
     for layer, (mean, probabilities) in enumerate(zip(ours, eager, strict=True)):
         difference = max(
@@ -153,3 +153,13 @@ def check_model(model: PreTrainedModel, name: str, tolerance: float) -> tuple[in
             )
         lower = lower and not mean[0].triu(1).any()
     return num_layers, "lower" if lower else "full"
+
+
+def _make_probe(config: PreTrainedConfig, device: torch.device) -> tuple[Int[Tensor, "2 6"], Int[Tensor, "2 6"]]:
+    pad = config.pad_token_id if isinstance(config.pad_token_id, int) and config.pad_token_id >= 0 else 0
+    # Some models count positions from padding ids, so a text must not hold one.
+    tokens = torch.tensor([token for token in range(min(config.vocab_size, 1000)) if token != pad])
+    input_ids = tokens[torch.randint(len(tokens), (2, 6), generator=torch.Generator().manual_seed(0))]
+    mask = torch.ones_like(input_ids)
+    input_ids[1, 4:], mask[1, 4:] = pad, 0
+    return input_ids.to(device), mask.to(device)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import zarr
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from numpy import ndarray
 from zarr.storage import LocalStore
 
@@ -58,7 +58,7 @@ class StoredVersion:
         return zarr.open_group(LocalStore(self.path, read_only=True), mode="r")
 
     @cached_property
-    def index(self) -> dict[str, np.ndarray[Any, Any]]:
+    def index(self) -> dict[str, Shaped[ndarray, "..."]]:
         """The index arrays by name, in memory."""
         return {index.name: self._read(index.name, ...) for index in INDEX_ARRAYS}
 

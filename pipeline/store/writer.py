@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import zarr
 from filelock import FileLock, Timeout
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from numpy import ndarray
 from zarr.storage import LocalStore
 
 from pipeline.store.arrays import create_group
 from pipeline.store.folder import StoreFolder, read_object, remove_partials, replace_object
 from pipeline.store.versions import Version, publish_version
-from storage_schema.arrays import Packing, Partition, name_array
+from storage_schema.arrays import CHUNK_CELLS, Packing, Partition, name_array
 from storage_schema.errors import MissingObjectError
 from storage_schema.manifest import Manifest, MapStatistics, StoredObject
 from storage_schema.recipe import Recipe
@@ -64,7 +64,7 @@ class VersionWriter:
         dataset: Dataset,
         recipe: Recipe,
         partitions: Sequence[Partition],
-        index: Mapping[str, np.ndarray[Any, Any]],
+        index: Mapping[str, Shaped[ndarray, "..."]],
         *,
         packing: Packing,
         num_layers: int,
@@ -95,7 +95,7 @@ class VersionWriter:
             self._index_objects = self._record("index", sorted(self._iter_objects()), {})
         self._group = zarr.open_group(LocalStore(self._path), mode="r+")
 
-    def _holds(self, index: Mapping[str, np.ndarray[Any, Any]]) -> bool:
+    def _holds(self, index: Mapping[str, Shaped[ndarray, "..."]]) -> bool:
         # Equal recipes give equal tokens, but for another version of the tokenizers library between two runs.
         group = zarr.open_group(LocalStore(self._path, read_only=True), mode="r")
         return all(np.array_equal(np.asarray(_open_array(group, name)[...]), values) for name, values in index.items())
@@ -113,10 +113,13 @@ class VersionWriter:
         paths, statistics = [], {}
         for name, values in cells.items():
             array = _open_array(self._group, name)
-            row = np.zeros(array.shape[1], array.dtype)
-            row[: partition.num_cells] = values
-            array[partition.number, :] = row
-            paths.append(self._path / name / "c" / str(partition.number) / "0")
+            path = self._path / name / "c" / str(partition.number) / "0"
+            # Zarr merges a part of a shard with what is there; nothing of an unrecorded shard may stay.
+            path.unlink(missing_ok=True)
+            filled = np.zeros(-(-partition.num_cells // CHUNK_CELLS) * CHUNK_CELLS, array.dtype)
+            filled[: partition.num_cells] = values
+            array[partition.number, : len(filled)] = filled
+            paths.append(path)
             statistics[name] = _summarize(values)
         self._record(_name_record(partition), paths, statistics)
 
@@ -192,7 +195,7 @@ def _name_record(partition: Partition) -> str:
 def _summarize(cells: Float[ndarray, " cells"]) -> dict[str, float]:
     wide = cells.astype(np.float64)
     return {
-        "count": len(wide), "sum": float(wide.sum()), "squares": float(wide @ wide),
+        "count": float(len(wide)), "sum": float(wide.sum()), "squares": float(wide @ wide),
         "min": float(wide.min()), "max": float(wide.max()),
     }  # fmt: skip
 
