@@ -102,7 +102,7 @@ def test_files_of_the_user_become_datasets(tiny_bert, tmp_path):
     (jsonl,) = materialize(str(tiny_bert), f"jsonl:{tmp_path / 'mine.jsonl'}", store=store)
     (conllu,) = materialize(str(tiny_bert), f"conllu:{tmp_path / 'tree.conllu'}", store=store)
     assert (jsonl, conllu) == ("tiny-bert/mine/all@v1", "tiny-bert/tree/all@v1")
-    assert open_dataset(jsonl, store)[0].sample.entities == ("B-PER", "O", "O")
+    assert open_dataset(jsonl, store)[0].sample.entities == ("B-PER", "O", "O", "O")
     item = open_dataset(conllu, store)[0]
     assert item.sample.heads == (3, 3, 0, 3)
     assert {0, 1, 2, 3} == set(item.word_ids.tolist()) - {-1}
@@ -131,7 +131,7 @@ def test_truncation_is_counted_and_keeps_special_tokens(tiny_bert, materialize_t
     )
     dataset = open_dataset(ref, store)
     assert dataset.manifest.counts.truncated_samples == 1
-    assert [len(item.input_ids) for item in dataset] == [14, 16]
+    assert [len(item.input_ids) for item in dataset] == [13, 16]
     assert dataset[1].input_ids[-1] == 2
 
 

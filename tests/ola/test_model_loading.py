@@ -78,7 +78,14 @@ def test_weights_saved_with_a_head_give_the_same_maps_as_those_without(build_mod
 
 
 @pytest.mark.parametrize(
-    "changes", [{"hidden_size": 64}, {"num_attention_heads": 5}, {"num_hidden_layers": 4}, {"vocab_size": 301}]
+    "changes",
+    [
+        {"hidden_size": 64},
+        {"num_attention_heads": 5},
+        {"num_attention_heads": 0},
+        {"num_hidden_layers": 4},
+        {"vocab_size": 301},
+    ],
 )
 def test_a_config_that_does_not_fit_the_weights_is_refused(build_model, tmp_path, changes):
     folder = edit_config(build_model(tmp_path / "tiny", "bert"), **changes)

@@ -251,10 +251,43 @@ def test_words_that_share_a_span_share_the_first_ones_tokens(tiny_tokenizer):
     assert tokens.num_words_without_token == 1
 
 
-@pytest.mark.parametrize("damage", ["no JSON", "{}", '{"model": 3}'])
-def test_a_tokenizer_that_does_not_load_is_refused_by_name(tiny_bert, tmp_path, damage):
-    for file in tiny_bert.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "tokenizer.json").write_text(damage)
+@pytest.mark.parametrize("content", ["no JSON", "{}", '{"model": 3}'])
+def test_a_tokenizer_that_does_not_load_is_refused_by_name(tmp_path, content):
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(UnsupportedModelError, match="own-model: its tokenizer does not load"):
+        load_tokenizer(tmp_path, "own-model")
+
+
+WORD_LEVEL = (
+    '{"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": {"go": 0}, "unk_token": "go"}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "files"),
+    [
+        ("bert", {"vocab.json": '{"<unk>": 0, "go": 1}', "merges.txt": "#version: 0.2"}),
+        ("roberta", {"vocab.txt": "go"}),
+    ],
+)
+def test_a_vocabulary_that_its_tokenizer_does_not_read_is_refused(tmp_path, architecture, files):
+    for file, content in {"config.json": json.dumps({"model_type": architecture}), **files}.items():
+        (tmp_path / file).write_text(content)
+    with pytest.raises(UnsupportedModelError, match="own-model"):
+        load_tokenizer(tmp_path, "own-model")
+
+
+def test_a_tokenizer_without_character_offsets_is_refused(tmp_path):
+    files = {
+        "config.json": '{"model_type": "bert"}',
+        "tokenizer_config.json": '{"tokenizer_class": "CTRLTokenizer"}',
+        "vocab.json": '{"<unk>": 0, "a</w>": 1}',
+        "merges.txt": "#version: 0.2",
+    }
+    for file, content in files.items():
+        (tmp_path / file).write_text(content)
+    with pytest.raises(
+        UnsupportedModelError, match=r"own-model: CTRLTokenizer is not a fast tokenizer.*tokenizer\.json"
+    ):
         load_tokenizer(tmp_path, "own-model")
