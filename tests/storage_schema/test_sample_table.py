@@ -108,7 +108,7 @@ def annotated_rows(draw):
     words = draw(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=6), min_size=1))
     starts = [sum(len(word) + 1 for word in words[:index]) for index in range(len(words))]
     values = {name: draw(st.none() | st.just(tuple(words))) for name in WORD_ANNOTATIONS if name != "heads"}
-    return dict(  # noqa: C408
+    return dict(
         text=" ".join(words),
         words=tuple(words),
         word_spans=tuple((start, start + len(word)) for start, word in zip(starts, words, strict=True)),

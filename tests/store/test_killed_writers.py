@@ -1,0 +1,258 @@
+"""A writer killed at any moment loses nothing that was finished, and the same command goes on."""
+
+import json
+import multiprocessing
+import random
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.materialize import materialize
+from pipeline.readers import open_dataset
+from pipeline.store.catalog import list_datasets
+from pipeline.store.folder import open_store, open_store_for_writing
+from pipeline.store.verify import verify_version
+from pipeline.store.versions import resolve_ref
+from pipeline.store.writer import own_work
+from storage_schema.recipe import Recipe
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["pipeline.readers", "pipeline.extraction", "pipeline.store.writer"])
+TEXTS = [f"Sentence {number} of {'very ' * (number % 5)}many." for number in range(40)]
+SETTINGS = {"maps": (1, 2), "partition_samples": 2}
+PATIENCE = 120
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.002)
+
+
+@pytest.fixture(scope="module")
+def lines_file(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("corpus") / "lines.txt"
+    file.write_text("\n".join(TEXTS) + "\n", encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def older_store(tiny_bert, lines_file, tmp_path_factory) -> Path:
+    """A store with one finished version of the dataset."""
+    store = tmp_path_factory.mktemp("older") / "store"
+    assert materialize(str(tiny_bert), f"text:{lines_file}", store=store, maps=(1,)) == ["tiny-bert/lines/all@v1"]
+    return store
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_bert, lines_file, older_store, tmp_path_factory) -> bytes:
+    """The manifest of version 2, made without a disturbance."""
+    store = tmp_path_factory.mktemp("undisturbed") / "store"
+    shutil.copytree(older_store, store)
+    materialize(str(tiny_bert), f"text:{lines_file}", store=store, **SETTINGS)
+    return (store / "tiny-bert/lines/all/v2.json").read_bytes()
+
+
+@pytest.fixture
+def store(older_store, tmp_path) -> Path:
+    return Path(shutil.copytree(older_store, tmp_path / "store"))
+
+
+def start(model: Path, lines_file: Path, store: Path):
+    process = CONTEXT.Process(
+        target=materialize, args=(str(model), f"text:{lines_file}"), kwargs={"store": store, **SETTINGS}
+    )
+    process.start()
+    return process
+
+
+def list_records(store: Path) -> list[Path]:
+    return list(store.glob("_work/*/*.json"))
+
+
+def kill_after(records: int, model: Path, lines_file: Path, store: Path) -> None:
+    process = start(model, lines_file, store)
+    wait_until(lambda: len(list_records(store)) >= records or not process.is_alive())
+    time.sleep(random.Random(records).random() * 0.05)
+    process.kill()
+    process.join(PATIENCE)
+    assert process.exitcode == -9
+
+
+def list_finished_shards(store: Path) -> dict[Path, tuple[int, int]]:
+    """Of each recorded object: its inode and its time of writing."""
+    finished = {}
+    for record in list_records(store):
+        (group,) = store.glob(f"*/*/*/{record.parent.name}")
+        for path in json.loads(record.read_bytes())["objects"]:
+            status = (group / path).stat()
+            finished[group / path] = (status.st_ino, status.st_mtime_ns)
+    return finished
+
+
+def assert_whole(store: Path, ref: str) -> None:
+    folder = open_store(store)
+    assert verify_version(folder, resolve_ref(folder, ref)) == []
+
+
+@pytest.mark.parametrize("records", [0, 1, 4, 11, 18])
+def test_a_kill_shows_nothing_unfinished_and_a_rerun_does_only_what_is_missing(
+    records, tiny_bert, lines_file, store, undisturbed
+):
+    kill_after(records, tiny_bert, lines_file, store)
+    assert [entry.ref for entry in list_datasets(store)] == ["tiny-bert/lines/all@v1"]
+    assert open_dataset("tiny-bert/lines/all", store).maps == (1,)
+    assert_whole(store, "tiny-bert/lines/all@v1")
+    finished = list_finished_shards(store)
+    assert len([path for path in finished if "/order_1/c/" in str(path)]) >= records - 1
+
+    refs = materialize(str(tiny_bert), f"text:{lines_file}", store=store, **SETTINGS)
+    assert refs == ["tiny-bert/lines/all@v2"]
+    again = {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in finished}
+    assert again == finished
+    assert (store / "tiny-bert/lines/all/v2.json").read_bytes() == undisturbed
+    assert_whole(store, "tiny-bert/lines/all@v2")
+    assert not list((store / "_work").iterdir())
+    assert not list(store.rglob("*.partial"))
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "empty"])
+@pytest.mark.parametrize("array", ["order_2", "input_ids"])
+def test_a_damaged_object_of_an_unfinished_version_is_made_again(
+    damage, array, tiny_bert, lines_file, store, undisturbed
+):
+    kill_after(6, tiny_bert, lines_file, store)
+    victim = next(path for path in list_finished_shards(store) if f"/{array}/c/" in str(path))
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    if damage == "delete":
+        victim.unlink()
+    else:
+        victim.write_bytes({"flip": bytes(data), "truncate": bytes(data[:-1]), "empty": b""}[damage])
+    materialize(str(tiny_bert), f"text:{lines_file}", store=store, **SETTINGS)
+    assert (store / "tiny-bert/lines/all/v2.json").read_bytes() == undisturbed
+    assert_whole(store, "tiny-bert/lines/all@v2")
+
+
+@pytest.mark.parametrize("record", [b"", b"{", b"[]", b'{"objects": {}}', b"\xff"])
+def test_a_torn_journal_costs_one_partition_at_most(record, tiny_bert, lines_file, store, undisturbed):
+    kill_after(6, tiny_bert, lines_file, store)
+    next(path for path in list_records(store) if path.name.startswith("partition")).write_bytes(record)
+    materialize(str(tiny_bert), f"text:{lines_file}", store=store, **SETTINGS)
+    assert (store / "tiny-bert/lines/all/v2.json").read_bytes() == undisturbed
+
+
+def test_what_a_writer_killed_at_the_very_end_leaves_is_swept(tiny_bert, lines_file, store):
+    materialize(str(tiny_bert), f"text:{lines_file}", store=store, **SETTINGS)
+    fingerprint = resolve_ref(open_store(store), "tiny-bert/lines/all").manifest.recipe.fingerprint
+    for left in ("journal", "lock"):
+        (store / "_work" / f"{fingerprint[:16]}.lock").touch()
+        if left == "journal":
+            (store / "_work" / fingerprint[:16]).mkdir()
+            (store / "_work" / fingerprint[:16] / "index.json").write_bytes(b"{}")
+        assert materialize(str(tiny_bert), f"text:{lines_file}", store=store, **SETTINGS)[0].endswith("@v2")
+        assert not list((store / "_work").iterdir()), left
+
+
+@pytest.mark.parametrize("folder", ["", "_samples/lines/all", "tiny-bert/lines/all", "group"])
+def test_partial_files_of_a_killed_writer_are_swept_wherever_it_died(folder, tiny_bert, lines_file, store):
+    kill_after(6, tiny_bert, lines_file, store)
+    group = next(iter(list_finished_shards(store))).parents[-len(store.parts) - 4]
+    place = group if folder == "group" else store / folder
+    (place / ".object.abc123.partial").write_bytes(b"torn")
+    materialize(str(tiny_bert), f"text:{lines_file}", store=store, **SETTINGS)
+    assert not list(store.rglob("*.partial"))
+
+
+def hold_work(store: Path, recipe: Recipe, log: Path, seconds: float) -> None:
+    def note(word: str) -> None:
+        with log.open("a") as file:
+            file.write(f"{word}\n")
+
+    with own_work(open_store(store), recipe, on_wait=lambda: note("waits")):
+        note("owns")
+        time.sleep(seconds)
+    note("done")
+
+
+RECIPE = Recipe(
+    model="m", model_revision="sha256:" + "a" * 64, tokenizer_sha256="b" * 64, corpus="lines", split="all",
+    corpus_sha256="c" * 64, max_length=64, maps=(1,),
+)  # fmt: skip
+
+
+def own(store: Path, log: Path, seconds: float):
+    process = CONTEXT.Process(target=hold_work, args=(store, RECIPE, log, seconds))
+    process.start()
+    return process
+
+
+def read(log: Path) -> list[str]:
+    return log.read_text().split() if log.exists() else []
+
+
+def test_a_live_owner_is_waited_for_and_a_killed_one_is_taken_over(tmp_path):
+    store, logs = tmp_path / "store", [tmp_path / "first", tmp_path / "second"]
+    open_store_for_writing(store)
+    first = own(store, logs[0], seconds=PATIENCE)
+    wait_until(lambda: read(logs[0]) == ["owns"])
+    second = own(store, logs[1], seconds=0)
+    wait_until(lambda: read(logs[1]) == ["waits"])
+    time.sleep(0.5)
+    assert read(logs[1]) == ["waits"]
+    first.kill()
+    second.join(PATIENCE)
+    assert (second.exitcode, read(logs[1])) == (0, ["waits", "owns", "done"])
+    first.join()
+    assert not list((store / "_work").iterdir())
+
+
+def test_owners_follow_one_another_and_never_meet(tmp_path):
+    open_store_for_writing(tmp_path / "store")
+    log = tmp_path / "log"
+    processes = [own(tmp_path / "store", log, seconds=0.05) for _ in range(5)]
+    for process in processes:
+        process.join(PATIENCE)
+        assert process.exitcode == 0
+    words = [word for word in read(log) if word == "owns"]
+    assert len(words) == 5
+    inside = 0
+    for word in read(log):
+        inside += {"owns": 1, "done": -1, "waits": 0}[word]
+        # `done` is noted just after the work is let go, so one may come in between.
+        assert 0 <= inside <= 2
+    assert not list((tmp_path / "store" / "_work").iterdir())
+
+
+def materialize_and_tell(outcomes, barrier, *arguments, **settings) -> None:
+    barrier.wait()
+    try:
+        outcomes.put(materialize(*arguments, **settings))
+    except Exception as error:
+        outcomes.put(f"{type(error).__name__}: {error}")
+
+
+@pytest.mark.parametrize("number", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_processes_that_materialize_the_same_at_once_make_one_version(number, tiny_bert, lines_file, tmp_path):
+    outcomes, barrier = CONTEXT.Queue(), CONTEXT.Barrier(number)
+    processes = [
+        CONTEXT.Process(
+            target=materialize_and_tell,
+            args=(outcomes, barrier, str(tiny_bert), f"text:{lines_file}"),
+            kwargs={"store": tmp_path / "store", **SETTINGS},
+        )
+        for _ in range(number)
+    ]
+    for process in processes:
+        process.start()
+    refs = [outcomes.get(timeout=PATIENCE) for _ in processes]
+    for process in processes:
+        process.join(PATIENCE)
+        assert process.exitcode == 0
+    assert refs == [["tiny-bert/lines/all@v1"]] * number
+    assert [path.name for path in (tmp_path / "store/tiny-bert/lines/all").glob("v*")] == ["v1.json"]
+    assert_whole(tmp_path / "store", refs[0][0])
+    assert not list((tmp_path / "store" / "_work").iterdir())
