@@ -14,7 +14,7 @@ from pipeline.plan import Plan, find_finished, plan_versions
 from pipeline.store.folder import StoreFolder, check_writable, open_store, open_store_for_writing
 from pipeline.store.versions import Version, find_version, tag_version
 from storage_schema.arrays import count_partition_cells, plan_partitions
-from storage_schema.errors import InvalidRecipeError
+from storage_schema.errors import InvalidRecipeError, UnsupportedModelError
 from storage_schema.recipe import Recipe
 from storage_schema.refs import Dataset, check_tag
 
@@ -121,7 +121,15 @@ def _prepare(plans: list[Plan], device: str, report: Reporter) -> "tuple[LoadedM
         )
         for plan in plans
     }
-    return load_model(identity, compute_dtype=recipe.compute_dtype, device=device), tokens
+    model = load_model(identity, compute_dtype=recipe.compute_dtype, device=device)
+    highest = max(int(table.input_ids.max()) for table in tokens.values())
+    known = model.model.get_input_embeddings().weight.shape[0]
+    if highest >= known:
+        raise UnsupportedModelError(
+            f"the tokenizer of {identity.name} gives token id {highest}, but the model has {known} embeddings; "
+            "are both of the same model?"
+        )
+    return model, tokens
 
 
 def _sweep_journal(store: StoreFolder, recipe: Recipe) -> None:

@@ -270,3 +270,10 @@ def test_wrong_usage_exits_with_2():
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 2
+
+
+def test_a_tokenizer_larger_than_its_model_is_refused(build_model, lines_file, store, tmp_path, capsys):
+    small = build_model(tmp_path / "small", "bert", vocab_size=100)
+    assert materialize(small, f"text:{lines_file}", store) == 2
+    assert "but the model has 100 embeddings" in capsys.readouterr().err
+    assert not store.exists()

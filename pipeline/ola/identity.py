@@ -36,9 +36,9 @@ _VOCABULARIES = {
 }
 _POSITIONS_AFTER_PADDING = (
     "roberta", "xlm-roberta", "xlm-roberta-xl", "roberta-prelayernorm",
-    "camembert", "mpnet", "data2vec-text", "longformer",
+    "camembert", "mpnet", "data2vec-text", "longformer", "xmod", "ibert", "luke", "esm",
 )  # fmt: skip
-_FACTS_FORMAT = 2
+_FACTS_FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,14 @@ def identify_model(model: str, *, trust_remote_code: bool = False) -> ModelIdent
         name, revision = check_name(folder.name, "model"), None
     else:
         hub_id = registered.hub_id if registered else model
-        folder, commit = fetch_from_hub(hub_id, registered)
+        folder, commit = fetch_from_hub(hub_id, registered, trust_remote_code=trust_remote_code)
         name, revision = (model if registered else hub_id.partition("@")[0]), f"commit:{commit}"
     _check_files(folder, name)
-    facts = _recall_facts(folder, name, trust_remote_code, hash_weights=revision is None)
+    facts = _recall_facts(folder, name, trust_remote_code, hash_files=revision is None)
     return ModelIdentity(
         name=name,
         path=folder,
-        revision=revision or f"sha256:{facts.weights_sha256}",
+        revision=revision or f"sha256:{facts.model_sha256}",
         tokenizer_sha256=facts.tokenizer_sha256,
         max_positions=facts.max_positions,
         num_layers=facts.num_layers,
@@ -111,6 +111,8 @@ def identify_model(model: str, *, trust_remote_code: bool = False) -> ModelIdent
 
 
 def _is_local(model: str) -> bool:
+    if not model:
+        raise UnknownModelError("unknown model '': the name is empty; `ola models` lists the registry")
     path = Path(model).expanduser()
     if path.is_dir():
         return True
@@ -129,6 +131,10 @@ def _check_files(folder: Path, name: str) -> None:
         raise UnsupportedModelError(f"{name}: no config.json in {folder}; a model directory has one") from None
     except (ValueError, AttributeError):
         raise UnsupportedModelError(f"{name}: config.json in {folder} is not a JSON object") from None
+    if not isinstance(architecture, str):
+        raise UnsupportedModelError(
+            f"{name}: transformers cannot read its config.json: model_type is {architecture!r}, expected a name"
+        )
     if architecture in ATTENTION_FREE:
         raise UnsupportedModelError(
             f"{name} is a {architecture} model, which has no attention matrices: nothing to read"
@@ -145,33 +151,34 @@ def _check_files(folder: Path, name: str) -> None:
 
 @dataclass(frozen=True)
 class _Facts:
-    weights_sha256: str
+    model_sha256: str
     tokenizer_sha256: str
     max_positions: int | None
     num_layers: int
 
 
-def _recall_facts(folder: Path, name: str, trust_remote_code: bool, *, hash_weights: bool) -> _Facts:
-    weights = sorted(folder.glob("*.safetensors")) if hash_weights else []
+def _recall_facts(folder: Path, name: str, trust_remote_code: bool, *, hash_files: bool) -> _Facts:
+    model_files = [*sorted(folder.glob("*.safetensors")), folder / "config.json"]
+    if trust_remote_code:
+        model_files += sorted(folder.glob("*.py"))
     tokenizer = [path for file in _TOKENIZER_FILES if (path := folder / file).is_file()]
-    signature: list[Any] = [_FACTS_FORMAT, str(folder), trust_remote_code]
-    for path in (*weights, *tokenizer, folder / "config.json"):
+    signature: list[Any] = [_FACTS_FORMAT, str(folder), trust_remote_code, hash_files]
+    for path in (*model_files, *tokenizer):
         stat = path.stat()
         signature.append([path.name, stat.st_size, stat.st_mtime_ns])
     key = hashlib.sha256(json.dumps(signature).encode()).hexdigest()
-    remembered = find_cache() / "facts" / f"{key}.json"
+    remembered = find_cache("facts") / f"{key}.json"
     try:
         return _Facts(**json.loads(remembered.read_bytes()))
     except (OSError, ValueError, TypeError):
         pass
     config = _read_config(folder, name, trust_remote_code)
     facts = _Facts(
-        weights_sha256=_hash_files(weights) if hash_weights else "",
+        model_sha256=_hash_files(model_files) if hash_files else "",
         tokenizer_sha256=_hash_files(tokenizer),
-        max_positions=_find_max_positions(config),
+        max_positions=_find_max_positions(config, name),
         num_layers=_count_layers(config, name),
     )
-    remembered.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=remembered.parent, delete=False) as file:
         json.dump(asdict(facts), file)
     Path(file.name).replace(remembered)
@@ -190,8 +197,8 @@ def _read_config(folder: Path, name: str, trust_remote_code: bool) -> "PreTraine
 
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # configs validate their fields with errors of many kinds
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UnsupportedModelError(f"{name}: transformers cannot read its config.json: {reason}") from None
     if config.is_encoder_decoder:
         raise UnsupportedModelError(
@@ -207,13 +214,18 @@ def _count_layers(config: "PreTrainedConfig", name: str) -> int:
     return num_layers
 
 
-def _find_max_positions(text: "PreTrainedConfig") -> int | None:
+def _find_max_positions(text: "PreTrainedConfig", name: str) -> int | None:
     if text.model_type in ("bloom", "xlnet"):
         return None
     for key in ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"):
         limit = getattr(text, key, None)
         if isinstance(limit, int) and limit > 0:
+            if text.model_type not in _POSITIONS_AFTER_PADDING:
+                return limit
             # These count positions from the padding id onward, so the first pad_token_id + 1 are never used.
-            offset = text.model_type in _POSITIONS_AFTER_PADDING
-            return limit - (int(text.pad_token_id) + 1 if offset else 0)
+            if not isinstance(text.pad_token_id, int):
+                raise UnsupportedModelError(
+                    f"{name} ({text.model_type}): pad_token_id is {text.pad_token_id!r}; positions are counted from it"
+                )
+            return limit - (text.pad_token_id + 1)
     return None

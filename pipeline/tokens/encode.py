@@ -18,6 +18,7 @@ from storage_schema.errors import InvalidRecipeError, UnsupportedModelError
 from storage_schema.samples import Sample
 
 _TEXTS_AT_ONCE = 1000
+_PROBE = "The cat sat on 12 mats, and we saw it."
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,20 @@ def load_tokenizer(path: Path, name: str, *, trust_remote_code: bool = False) ->
             "convert it to tokenizer.json"
         )
     tokenizer.truncation_side = "right"
+    _check_vocabulary(tokenizer, name)
     return tokenizer
+
+
+def _check_vocabulary(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    # Files of another kind of tokenizer load without an error and then know no word at all.
+    try:
+        tokens = set(tokenizer(_PROBE, add_special_tokens=False, padding=False)["input_ids"])
+    except Exception as error:
+        raise UnsupportedModelError(f"{name}: its tokenizer does not encode a plain text: {error}") from None
+    if not tokens - {tokenizer.unk_token_id}:
+        raise UnsupportedModelError(
+            f"{name}: its tokenizer knows none of the words of {_PROBE!r}; are its files those of the model?"
+        )
 
 
 def encode_samples(

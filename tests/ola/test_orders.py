@@ -150,11 +150,12 @@ def count_live_tensors():
 @pytest.mark.parametrize("maps", [(1,), (1, 2, 3), ("rollout",), (2, "rollout")])
 def test_no_layer_outlives_its_turn(maps):
     accumulator, seen, live = MapAccumulator(maps), [], []
-    for _ in range(8):
+    for number in range(8):
         layer = torch.softmax(torch.randn(2, 5, 5), dim=-1)
         seen.append(weakref.ref(layer))
         accumulator.add_layer(layer)
         del layer
-        live.append(count_live_tensors())
+        if number in (3, 7):
+            live.append(count_live_tensors())
     assert [layer() for layer in seen] == [None] * 8
-    assert live[3:] == [live[3]] * 5
+    assert live[0] == live[1]

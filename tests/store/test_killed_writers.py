@@ -20,8 +20,8 @@ from storage_schema.recipe import Recipe
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["pipeline.readers", "pipeline.extraction", "pipeline.store.writer"])
-TEXTS = [f"Sentence {number} of {'very ' * (number % 5)}many." for number in range(40)]
-SETTINGS = {"maps": (1, 2), "partition_samples": 2}
+TEXTS = [f"Sentence {number} of {'very ' * (number % 5)}many." for number in range(30)]
+SETTINGS = {"maps": (1,), "partition_samples": 2}
 PATIENCE = 120
 
 
@@ -98,7 +98,7 @@ def assert_whole(store: Path, ref: str) -> None:
     assert verify_version(folder, resolve_ref(folder, ref)) == []
 
 
-@pytest.mark.parametrize("records", [0, 1, 4, 11, 18])
+@pytest.mark.parametrize("records", [0, 1, 4, 8, 13])
 def test_a_kill_shows_nothing_unfinished_and_a_rerun_does_only_what_is_missing(
     records, tiny_bert, lines_file, store, undisturbed
 ):
@@ -119,52 +119,75 @@ def test_a_kill_shows_nothing_unfinished_and_a_rerun_does_only_what_is_missing(
     assert not list(store.rglob("*.partial"))
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "empty"])
-@pytest.mark.parametrize("array", ["order_2", "input_ids"])
-def test_a_damaged_object_of_an_unfinished_version_is_made_again(
-    damage, array, tiny_bert, lines_file, store, undisturbed
-):
-    kill_after(6, tiny_bert, lines_file, store)
-    victim = next(path for path in list_finished_shards(store) if f"/{array}/c/" in str(path))
-    data = bytearray(victim.read_bytes())
+@pytest.fixture(scope="module")
+def interrupted_store(tiny_bert, lines_file, older_store, tmp_path_factory) -> Path:
+    store = Path(shutil.copytree(older_store, tmp_path_factory.mktemp("interrupted") / "store"))
+    kill_after(8, tiny_bert, lines_file, store)
+    return store
+
+
+@pytest.fixture
+def interrupted(interrupted_store, tmp_path) -> Path:
+    return Path(shutil.copytree(interrupted_store, tmp_path / "interrupted"))
+
+
+def damage(path: Path, kind: str) -> None:
+    data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
-    if damage == "delete":
-        victim.unlink()
+    if kind == "delete":
+        path.unlink()
     else:
-        victim.write_bytes({"flip": bytes(data), "truncate": bytes(data[:-1]), "empty": b""}[damage])
-    materialize(str(tiny_bert), f"text:{lines_file}", store=store, **SETTINGS)
-    assert (store / "tiny-bert/lines/all/v2.json").read_bytes() == undisturbed
-    assert_whole(store, "tiny-bert/lines/all@v2")
+        path.write_bytes({"flip": bytes(data), "truncate": bytes(data[:-1]), "empty": b""}[kind])
 
 
-@pytest.mark.parametrize("record", [b"", b"{", b"[]", b'{"objects": {}}', b"\xff"])
-def test_a_torn_journal_costs_one_partition_at_most(record, tiny_bert, lines_file, store, undisturbed):
-    kill_after(6, tiny_bert, lines_file, store)
-    next(path for path in list_records(store) if path.name.startswith("partition")).write_bytes(record)
-    materialize(str(tiny_bert), f"text:{lines_file}", store=store, **SETTINGS)
-    assert (store / "tiny-bert/lines/all/v2.json").read_bytes() == undisturbed
+@pytest.mark.parametrize(
+    ("array", "kinds"), [("order_1", ["flip", "truncate", "delete", "empty"]), ("input_ids", ["flip"])]
+)
+def test_damaged_objects_of_an_unfinished_version_are_made_again(
+    array, kinds, tiny_bert, lines_file, interrupted, undisturbed
+):
+    shards = [path for path in list_finished_shards(interrupted) if f"/{array}/c/" in str(path)]
+    for path, kind in zip(shards, kinds, strict=False):
+        damage(path, kind)
+    materialize(str(tiny_bert), f"text:{lines_file}", store=interrupted, **SETTINGS)
+    assert (interrupted / "tiny-bert/lines/all/v2.json").read_bytes() == undisturbed
+    assert_whole(interrupted, "tiny-bert/lines/all@v2")
 
 
-def test_what_a_writer_killed_at_the_very_end_leaves_is_swept(tiny_bert, lines_file, store):
-    materialize(str(tiny_bert), f"text:{lines_file}", store=store, **SETTINGS)
+def test_torn_journal_records_cost_their_partitions_alone(tiny_bert, lines_file, interrupted, undisturbed):
+    records = sorted(interrupted.glob("_work/*/partition-*.json"))
+    torn = [b"", b"{", b"[]", b"\xff", records[4].read_bytes()[:-9]]
+    for path, data in zip(records, torn, strict=False):
+        path.write_bytes(data)
+    kept = [interrupted / f"tiny-bert/lines/all/{records[5].parent.name}/order_1/c/5/0"]
+    before = [path.stat().st_ino for path in kept]
+    materialize(str(tiny_bert), f"text:{lines_file}", store=interrupted, **SETTINGS)
+    assert (interrupted / "tiny-bert/lines/all/v2.json").read_bytes() == undisturbed
+    assert [path.stat().st_ino for path in kept] == before
+
+
+def test_partial_files_of_a_killed_writer_are_swept_wherever_it_died(tiny_bert, lines_file, interrupted):
+    (work,) = interrupted.glob("_work/*/")
+    places = ["", "_samples/lines/all", "tiny-bert/lines/all", f"tiny-bert/lines/all/{work.name}/order_1/c"]
+    for place in places:
+        (interrupted / place / ".object.abc123.partial").write_bytes(b"torn")
+    materialize(str(tiny_bert), f"text:{lines_file}", store=interrupted, **SETTINGS)
+    assert not list(interrupted.rglob("*.partial"))
+
+
+@pytest.mark.parametrize("left", ["journal", "lock"])
+def test_what_a_writer_killed_at_the_very_end_leaves_is_swept(left, tiny_bert, lines_file, store):
+    def materialize_again() -> list[str]:
+        return materialize(str(tiny_bert), f"text:{lines_file}", store=store, maps=(1,))
+
     fingerprint = resolve_ref(open_store(store), "tiny-bert/lines/all").manifest.recipe.fingerprint
-    for left in ("journal", "lock"):
-        (store / "_work" / f"{fingerprint[:16]}.lock").touch()
-        if left == "journal":
-            (store / "_work" / fingerprint[:16]).mkdir()
-            (store / "_work" / fingerprint[:16] / "index.json").write_bytes(b"{}")
-        assert materialize(str(tiny_bert), f"text:{lines_file}", store=store, **SETTINGS)[0].endswith("@v2")
-        assert not list((store / "_work").iterdir()), left
-
-
-@pytest.mark.parametrize("folder", ["", "_samples/lines/all", "tiny-bert/lines/all", "group"])
-def test_partial_files_of_a_killed_writer_are_swept_wherever_it_died(folder, tiny_bert, lines_file, store):
-    kill_after(6, tiny_bert, lines_file, store)
-    group = next(iter(list_finished_shards(store))).parents[-len(store.parts) - 4]
-    place = group if folder == "group" else store / folder
-    (place / ".object.abc123.partial").write_bytes(b"torn")
-    materialize(str(tiny_bert), f"text:{lines_file}", store=store, **SETTINGS)
-    assert not list(store.rglob("*.partial"))
+    (store / "_work").mkdir(exist_ok=True)
+    (store / "_work" / f"{fingerprint[:16]}.lock").touch()
+    if left == "journal":
+        (store / "_work" / fingerprint[:16]).mkdir()
+        (store / "_work" / fingerprint[:16] / "index.json").write_bytes(b"{}")
+    assert materialize_again() == ["tiny-bert/lines/all@v1"]
+    assert not list((store / "_work").iterdir())
 
 
 def hold_work(store: Path, recipe: Recipe, log: Path, seconds: float) -> None:

@@ -269,6 +269,7 @@ WORD_LEVEL = (
     [
         ("bert", {"vocab.json": '{"<unk>": 0, "go": 1}', "merges.txt": "#version: 0.2"}),
         ("roberta", {"vocab.txt": "go"}),
+        ("bert", {"tokenizer.json": WORD_LEVEL}),
     ],
 )
 def test_a_vocabulary_that_its_tokenizer_does_not_read_is_refused(tmp_path, architecture, files):
