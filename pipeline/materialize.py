@@ -123,10 +123,9 @@ def _prepare(plans: list[Plan], device: str, report: Reporter) -> "tuple[LoadedM
     }
     model = load_model(identity, compute_dtype=recipe.compute_dtype, device=device)
     highest = max(int(table.input_ids.max()) for table in tokens.values())
-    known = model.model.get_input_embeddings().weight.shape[0]
-    if highest >= known:
+    if highest >= model.num_embeddings:
         raise UnsupportedModelError(
-            f"the tokenizer of {identity.name} gives token id {highest}, but the model has {known} embeddings; "
+            f"the tokenizer of {identity.name} gives token id {highest}, but the model has {model.num_embeddings} embeddings; "
             "are both of the same model?"
         )
     return model, tokens

@@ -30,6 +30,13 @@ class LoadedModel:
     packing: Packing
     """`lower` where no query sees a later key, else `full`."""
 
+    @property
+    def num_embeddings(self) -> int:
+        """Token ids that the model knows: 0 to one less."""
+        weight = self.model.get_input_embeddings().weight
+        assert isinstance(weight, Tensor)
+        return len(weight)
+
     def compute_maps(
         self, input_ids: Int[Tensor, "B T"], attention_mask: Int[Tensor, "B T"], maps: tuple[MapName, ...]
     ) -> Float[Tensor, "B M T T"]:
