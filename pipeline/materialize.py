@@ -125,8 +125,8 @@ def _prepare(plans: list[Plan], device: str, report: Reporter) -> "tuple[LoadedM
     highest = max(int(table.input_ids.max()) for table in tokens.values())
     if highest >= model.num_embeddings:
         raise UnsupportedModelError(
-            f"the tokenizer of {identity.name} gives token id {highest}, but the model has {model.num_embeddings} embeddings; "
-            "are both of the same model?"
+            f"the tokenizer of {identity.name} gives token id {highest}, "
+            f"but the model has {model.num_embeddings} embeddings; are both of the same model?"
         )
     return model, tokens
 

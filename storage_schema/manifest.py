@@ -1,12 +1,13 @@
 """The manifest: the record of one finished version, written last, with the digest and size of every object."""
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from storage_schema.arrays import Packing
 from storage_schema.errors import CorruptedObjectError, NewerFormatError
-from storage_schema.recipe import Recipe
+from storage_schema.recipe import Recipe, encode_canonical
 from storage_schema.refs import Dataset
 
 MANIFEST_FORMAT = 1
@@ -80,14 +81,15 @@ class Manifest:
         return sum(stored.num_bytes for stored in self.objects.values())
 
     def to_json(self) -> dict[str, Any]:
-        """The manifest as JSON values, its format number and fingerprint first."""
-        return {
+        """The manifest as JSON values, with its format number, its recipe's fingerprint and its own digest."""
+        values = {
             "ola_manifest": MANIFEST_FORMAT,
             "fingerprint": self.recipe.fingerprint,
             **asdict(self),
             "dataset": str(self.dataset),
             "recipe": self.recipe.to_json(),
         }
+        return {**values, "manifest_sha256": compute_manifest_digest(values)}
 
     def encode(self) -> bytes:
         """The manifest as it is stored: indented JSON with sorted keys."""
@@ -99,18 +101,25 @@ class Manifest:
 
         Raises:
             NewerFormatError: a later release wrote it.
-            CorruptedObjectError: it is no manifest, or its fingerprint is not that of its recipe.
+            CorruptedObjectError: it is no manifest, or not the one that was written: its digest is another.
         """
         try:
             values = json.loads(data)
+            digest = values.pop("manifest_sha256", None)
+            found = compute_manifest_digest(values)
             version = values.pop("ola_manifest")
             if version > MANIFEST_FORMAT:
                 raise NewerFormatError(
-                    f"{where}: manifest format {version}, this release reads up to {MANIFEST_FORMAT}; upgrade"
+                    f"manifest format {version}, this release reads up to {MANIFEST_FORMAT}; upgrade"
                 )
-            fingerprint = values.pop("fingerprint")
-            recipe = Recipe.from_json(values.pop("recipe"))
-            manifest = cls(
+            fingerprint, recipe = values.pop("fingerprint"), Recipe.from_json(values.pop("recipe"))
+            if fingerprint != recipe.fingerprint:
+                raise CorruptedObjectError(
+                    f"its recipe's fingerprint is {recipe.fingerprint[:16]}..., it says {fingerprint}"
+                )
+            if digest != found:
+                raise CorruptedObjectError(f"its SHA-256 is {found[:16]}..., it says {str(digest)[:16]}...")
+            return cls(
                 dataset=Dataset(*values.pop("dataset").split("/")),
                 recipe=recipe,
                 samples=StoredObject(**values.pop("samples")),
@@ -119,14 +128,15 @@ class Manifest:
                 statistics={name: MapStatistics(**row) for name, row in values.pop("statistics").items()},
                 **values,
             )
-        except NewerFormatError:
-            raise
-        except Exception as error:
+        except NewerFormatError as error:
+            raise NewerFormatError(f"{where}: {error}") from None
+        except Exception as error:  # a damaged file can hold anything
             raise CorruptedObjectError(
-                f"{where}: not a manifest ({type(error).__name__}: {error}); restore it from a copy"
+                f"{where}: not a manifest, or not the one that was written ({type(error).__name__}: {error}); "
+                "restore it from a copy"
             ) from None
-        if fingerprint != recipe.fingerprint:
-            raise CorruptedObjectError(
-                f"{where}: fingerprint {fingerprint[:16]} is not that of its recipe, {recipe.fingerprint[:16]}"
-            )
-        return manifest
+
+
+def compute_manifest_digest(values: dict[str, Any]) -> str:
+    """SHA-256 (64 hex digits) of the canonical JSON of a manifest's values, apart from this digest itself."""
+    return hashlib.sha256(encode_canonical(values)).hexdigest()

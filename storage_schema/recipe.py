@@ -49,11 +49,15 @@ def check_maps(maps: Iterable[MapName]) -> tuple[MapName, ...]:
     Raises:
         InvalidRecipeError: as `parse_maps`.
     """
-    names = sort_maps(maps)
+    names = tuple(maps)
+    for name in names:
+        if type(name) not in (int, str):
+            raise InvalidRecipeError(f"{name!r} is no map; maps are orders 1, 2, ... and the baselines {BASELINES}")
+    names = sort_maps(names)
     if not names:
         raise InvalidRecipeError(f"no map requested; name at least one order (1, 2, ...) or baseline {BASELINES}")
     for name in names:
-        if isinstance(name, int) and name < 1:
+        if type(name) is int and name < 1:
             raise InvalidRecipeError(f"order {name} cannot be stored: orders start at 1 (order 0 is the identity)")
         if isinstance(name, str) and name not in BASELINES:
             raise InvalidRecipeError(f"unknown map {name!r}; maps are orders 1, 2, ... and the baselines {BASELINES}")

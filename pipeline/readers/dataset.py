@@ -219,7 +219,8 @@ class OlaDataset(torch.utils.data.Dataset[Item]):
             input_ids[row, :stop] = item.input_ids
             word_ids[row, :stop] = item.word_ids
             offsets[row, :stop] = item.offsets
-        rows = pa.concat_tables([item.row for item in items]).combine_chunks()
+        # `take` copies: a slice would carry the whole table with it from process to process.
+        rows = pa.concat_tables([item.row for item in items]).take(list(range(size)))
         return Batch(maps, mask, input_ids, word_ids, offsets, [item.sample_id for item in items], rows)
 
     def loader(self, batch_size: int = 32, **options: Any) -> "Loader":

@@ -105,7 +105,8 @@ class Loader:
         return sum(bool(mine) for mine, _ in self._plan())
 
     def __iter__(self) -> Iterator[Batch]:
-        plan = [(mine, consumed) for mine, consumed in self._plan() if mine]
+        steps = self._plan()
+        plan = [(mine, consumed) for mine, consumed in steps if mine]
         epoch = self._epoch
         batches = torch.utils.data.DataLoader(
             self.dataset,
@@ -117,12 +118,10 @@ class Loader:
         )
         # The position moves before a batch is handed out, so that a state saved inside the loop counts it as consumed.
         for (_, consumed), batch in zip(plan, batches, strict=True):
-            self._epoch, self._consumed = epoch, consumed
-            if consumed == plan[-1][1]:
-                self._epoch, self._consumed = epoch + 1, 0
+            is_last = consumed == steps[-1][1]
+            self._epoch, self._consumed = (epoch + 1, 0) if is_last else (epoch, consumed)
             yield batch
-        if not plan:
-            self._epoch, self._consumed = epoch + 1, 0
+        self._epoch, self._consumed = epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
         """The position as JSON values; at the end of an epoch it is step 0 of the next one."""
@@ -142,7 +141,7 @@ class Loader:
             InvalidRecipeError: the state belongs to another version, to another shuffling, or is no loader state.
         """
         try:
-            fingerprint, shuffle = state["fingerprint"], state["shuffle"]
+            fingerprint, shuffle = str(state["fingerprint"]), state["shuffle"]
             seed, epoch, consumed = int(state["seed"]), int(state["epoch"]), int(state["samples_consumed"])
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidRecipeError(f"not a loader state: {type(error).__name__}: {error}") from None
@@ -155,6 +154,8 @@ class Loader:
             raise InvalidRecipeError(
                 f"the loader state was taken with shuffle={shuffle}, this loader has {self.shuffle}"
             )
-        if epoch < 0 or not 0 <= consumed <= len(self.dataset):
-            raise InvalidRecipeError(f"not a loader state: epoch {epoch}, {consumed} of {len(self.dataset)} samples")
+        if seed < 0 or epoch < 0 or not 0 <= consumed <= len(self.dataset):
+            raise InvalidRecipeError(
+                f"not a loader state: seed {seed}, epoch {epoch}, {consumed} of {len(self.dataset)} samples"
+            )
         self.seed, self._epoch, self._consumed = seed, epoch, consumed

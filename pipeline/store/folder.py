@@ -170,12 +170,17 @@ def _sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def hash_bytes(data: bytes) -> str:
+    """SHA-256 of an object's bytes, 64 hex digits."""
+    return sha256(data).hexdigest()
+
+
 def read_object(path: Path) -> StoredObject:
     """A stored object's digest and size, once its bytes are on the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         data = file.read()
-    return StoredObject(sha256(data).hexdigest(), len(data))
+    return StoredObject(hash_bytes(data), len(data))
 
 
 def remove_partials(folder: Path) -> None:

@@ -15,7 +15,7 @@ from jaxtyping import Float, Shaped
 from numpy import ndarray
 from zarr.storage import LocalStore
 
-from pipeline.store.folder import StoreFolder
+from pipeline.store.folder import StoreFolder, hash_bytes
 from pipeline.store.samples import read_samples_table
 from pipeline.store.versions import Version
 from storage_schema.arrays import CHUNK_CELLS, INDEX_ARRAYS, name_array
@@ -24,7 +24,11 @@ from storage_schema.recipe import MapName
 
 
 class StoredVersion:
-    """The arrays of a finished version. Opening it compares presence and size of every object with the manifest."""
+    """The arrays of a finished version.
+
+    Opening it compares presence and size of every object with the manifest; an object's digest is compared when it is
+    first read.
+    """
 
     def __init__(self, store: StoreFolder, version: Version) -> None:
         """Opens the version.
@@ -35,6 +39,7 @@ class StoredVersion:
         """
         self.store, self.version, self.manifest = store, version, version.manifest
         self.path = store.dataset_path(self.manifest.dataset) / self.manifest.folder
+        self._checked: set[str] = set()
         for name, stored in self.manifest.objects.items():
             self._check_size(self.path / name, stored.num_bytes)
         self._check_size(store.path / self.manifest.samples_path, self.manifest.samples.num_bytes)
@@ -42,12 +47,25 @@ class StoredVersion:
     def _check_size(self, path: Path, expected: int) -> None:
         try:
             size = path.stat().st_size
-        except FileNotFoundError:
+        except OSError:
             raise MissingObjectError(f"{self.version.ref}: object {path} is missing; {self._remedy}") from None
         if size != expected:
             raise CorruptedObjectError(
                 f"{self.version.ref}: object {path} has {size} bytes, its manifest says {expected}; {self._remedy}"
             )
+
+    def _check_object(self, name: str) -> None:
+        # Presence and size at every reading, since Zarr takes a missing object for zeros; the digest at the first one,
+        # since a checksum inside an object does not tell that it stands in another's place.
+        path, stored = self.path / name, self.manifest.objects[name]
+        self._check_size(path, stored.num_bytes)
+        if name not in self._checked:
+            if hash_bytes(path.read_bytes()) != stored.sha256:
+                raise CorruptedObjectError(
+                    f"{self.version.ref}: object {path} is not the one that was written (its SHA-256 differs); "
+                    f"{self._remedy}"
+                )
+            self._checked.add(name)
 
     @property
     def _remedy(self) -> str:
@@ -71,7 +89,8 @@ class StoredVersion:
         """One chunk of a map's row of cells, in the stored dtype: cells `[chunk * CHUNK_CELLS, ...)`.
 
         Raises:
-            CorruptedObjectError: the shard does not decode, or fails its checksum; names it.
+            MissingObjectError: the shard has gone since the version was opened; names it.
+            CorruptedObjectError: the shard is not the one that was written, or does not decode; names it.
         """
         start = chunk * CHUNK_CELLS
         cells: Float[ndarray, " cells"] = self._read(name_array(name), (partition, slice(start, start + CHUNK_CELLS)))
@@ -83,13 +102,18 @@ class StoredVersion:
         return cells
 
     def _read(self, name: str, selection: Any) -> Any:
+        chunks = f"{name}/c/" if selection is ... else f"{name}/c/{selection[0]}/0"
+        keys = (
+            [chunks] if chunks in self.manifest.objects else [k for k in self.manifest.objects if k.startswith(chunks)]
+        )
+        for key in ("zarr.json", f"{name}/zarr.json", *keys):
+            self._check_object(key)
         try:
             array = self._group[name]
             assert isinstance(array, zarr.Array)
             return np.asarray(array[selection])
         except Exception as error:
-            where = name if selection is ... else f"{name}/c/{selection[0]}/0"
             raise CorruptedObjectError(
-                f"{self.version.ref}: {self.path / where} cannot be read "
+                f"{self.version.ref}: {self.path / chunks} cannot be read "
                 f"({type(error).__name__}: {error}); {self._remedy}"
             ) from error

@@ -5,7 +5,7 @@ import io
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.store.folder import StoreFolder, put_if_absent, read_object
+from pipeline.store.folder import StoreFolder, hash_bytes, put_if_absent, read_object
 from storage_schema.errors import CorruptedObjectError, MissingObjectError, NewerFormatError
 from storage_schema.manifest import StoredObject
 from storage_schema.samples import SAMPLE_TABLE_VERSION, Sample, compute_content_hash, from_table, to_table
@@ -38,17 +38,17 @@ def read_samples_table(store: StoreFolder, path: str, expected: StoredObject) ->
 
     Raises:
         MissingObjectError: there is no such file.
-        CorruptedObjectError: its size is not the recorded one, or it is no sample table.
+        CorruptedObjectError: its digest is not the recorded one, or it is no sample table.
         NewerFormatError: a later release wrote it.
     """
     file = store.path / path
     try:
         data = file.read_bytes()
-    except FileNotFoundError:
+    except OSError:
         raise MissingObjectError(f"the sample table {file} is missing; restore it from a copy") from None
-    if len(data) != expected.num_bytes:
+    if hash_bytes(data) != expected.sha256:
         raise CorruptedObjectError(
-            f"the sample table {file} has {len(data)} bytes, its manifest says {expected.num_bytes}"
+            f"the sample table {file} is not the one that was written: its SHA-256 differs; restore it from a copy"
         )
     return _read_table(data, str(file))
 

@@ -7,7 +7,7 @@ import numpy as np
 from pipeline.store.folder import StoreFolder, read_object
 from pipeline.store.open import StoredVersion
 from pipeline.store.versions import Version
-from storage_schema.arrays import count_cells, unpack_map
+from storage_schema.arrays import count_cells, count_partition_cells, place_samples, plan_partitions, unpack_map
 from storage_schema.errors import DamagedError
 from storage_schema.samples import compute_content_hash, from_table, split_sample_id
 
@@ -28,7 +28,7 @@ def verify_version(
         return damage
     try:
         opened = StoredVersion(store, version)
-        return [*_check_index(opened), *_check_maps(opened, report)]
+        return list(_check_index(opened)) or list(_check_maps(opened, report))
     except DamagedError as error:
         return [str(error)]
 
@@ -59,15 +59,32 @@ def _check_index(opened: StoredVersion) -> Iterator[str]:
     if (found := compute_content_hash(samples)) != manifest.recipe.corpus_sha256:
         expected = manifest.recipe.corpus_sha256
         yield f"{manifest.samples_path}: content hash {found[:16]}..., the recipe says {expected[:16]}..."
-    ids = [split_sample_id(sample.sample_id) for sample in samples[: manifest.counts.samples]]
-    stored_ids = list(zip(index["sample_hash"].tolist(), index["sample_repetition"].tolist(), strict=True))
-    if ids != stored_ids:
+    num_samples, num_tokens = manifest.counts.samples, manifest.counts.tokens
+    if len(samples) < num_samples or len(index["length"]) != num_samples or index["length"].sum() != num_tokens:
+        yield f"length, sample table: not the manifest's numbers of samples and tokens, {num_samples} and {num_tokens}"
+        return
+    samples = samples[:num_samples]
+    ids = [split_sample_id(sample.sample_id) for sample in samples]
+    if ids != list(zip(index["sample_hash"].tolist(), index["sample_repetition"].tolist(), strict=True)):
         yield "sample_hash, sample_repetition: not the ids of the sample table"
-    if len(index["length"]) != manifest.counts.samples or index["length"].sum() != manifest.counts.tokens:
-        yield "length: not the manifest's numbers of samples and tokens"
-    words = np.repeat([len(sample.words) for sample in samples[: len(index["length"])]], index["length"])
+    planned = plan_partitions(
+        index["length"],
+        packing=manifest.packing,
+        partition_cells=count_partition_cells(manifest.recipe.max_length, manifest.packing),
+        partition_samples=manifest.recipe.partition_samples,
+    )
+    for name, expected_values in zip(
+        ("partition", "start"), place_samples(index["length"], planned, manifest.packing), strict=True
+    ):
+        if not np.array_equal(index[name], expected_values):
+            yield f"{name}: not where the lengths put the samples"
+    words = np.repeat([len(sample.words) for sample in samples], index["length"])
     if (index["word_ids"] >= words).any() or (index["word_ids"] < -1).any():
         yield "word_ids: a token belongs to a word that its sample does not have"
+    texts = np.repeat([len(sample.text) for sample in samples], index["length"])
+    starts, stops = index["offsets"].T
+    if (starts < 0).any() or (starts > stops).any() or (stops > texts).any():
+        yield "offsets: a token lies outside its text"
 
 
 def _check_maps(opened: StoredVersion, report: Callable[[int, int], None]) -> Iterator[str]:

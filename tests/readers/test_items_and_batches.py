@@ -182,30 +182,30 @@ def test_a_pickled_dataset_holds_no_maps(dataset):
 
 
 def test_a_small_batch_carries_its_own_rows_alone_between_processes(tiny_bert, materialize_text):
-    store, ref = materialize_text(tiny_bert, [f"Text {number} of a corpus of many texts." for number in range(300)])
+    store, ref = materialize_text(tiny_bert, [f"Text {number} of a corpus of many texts." for number in range(100)])
     dataset = open_dataset(ref, store)
     one, two = (dataset.collate([dataset[index] for index in range(size)]) for size in (1, 2))
     assert len(pickle.dumps(one.rows)) <= len(pickle.dumps(two.rows))
 
 
 def test_a_tiny_cache_reads_the_same_and_stays_tiny(tiny_bert, materialize_text):
-    texts = [f"Text {number} of a corpus." for number in range(24)]
-    store, ref = materialize_text(tiny_bert, texts, maps=(1, 2), partition_samples=1)
+    texts = [f"Text {number} of a corpus." for number in range(20)]
+    store, ref = materialize_text(tiny_bert, texts, maps=(1,), partition_samples=1)
     expected = [item.maps.clone() for item in open_dataset(ref, store)]
 
     def measure(cache_bytes: int) -> int:
         dataset = open_dataset(ref, store, cache_bytes=cache_bytes)
         assert dataset[0].maps.any()
         tracemalloc.start()
-        assert all(torch.equal(dataset[index].maps, expected[index]) for index in range(24))
+        assert all(torch.equal(dataset[index].maps, expected[index]) for index in range(20))
         kept, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         return kept
 
     chunk = 64 * 1024 * 2
     assert measure(cache_bytes=1) < 4 * chunk
-    assert measure(cache_bytes=10 * chunk) < 14 * chunk
-    assert measure(cache_bytes=100 * chunk) > 40 * chunk
+    assert measure(cache_bytes=8 * chunk) < 12 * chunk
+    assert measure(cache_bytes=100 * chunk) > 16 * chunk
 
 
 @pytest.mark.parametrize(
@@ -233,12 +233,12 @@ READ = "from pipeline.readers import open_dataset; print(len(open_dataset({ref!r
 
 
 @pytest.mark.parametrize(("has_init", "options"), [(False, []), (True, ["-P"])])
-def test_a_foreign_folder_with_a_pipeline_of_its_own_reads(has_init, options, stored, tmp_path):
+def test_a_foreign_folder_with_a_pipeline_of_its_own_reads(has_init, options, tiny_bert, materialize_text, tmp_path):
     (tmp_path / "pipeline").mkdir()
     (tmp_path / "pipeline" / "mine.py").write_text("raise SystemExit('not this one')\n")
     if has_init:
         (tmp_path / "pipeline" / "__init__.py").write_text("raise SystemExit('not this one')\n")
-    store, ref = stored
+    store, ref = materialize_text(tiny_bert, TEXTS)
     code = READ.format(ref=ref, store=str(store))
     done = subprocess.run(
         [sys.executable, *options, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False

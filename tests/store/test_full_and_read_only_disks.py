@@ -1,5 +1,6 @@
 """A disk without space stops a run with a message and loses nothing; reading needs no right to write."""
 
+import multiprocessing
 import os
 import resource
 import subprocess
@@ -14,6 +15,8 @@ from pipeline.readers import open_dataset
 from pipeline.store.catalog import list_datasets
 
 TEXTS = [f"Sentence {number} of {'very ' * (number % 5)}many." for number in range(40)]
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["pipeline.readers", "pipeline.extraction", "pipeline.store.writer"])
 OLA = [sys.executable, "-m", "pipeline.cli"]
 
 
@@ -47,10 +50,10 @@ def list_files(folder: Path) -> dict[Path, tuple[int, int, bytes]]:
     }
 
 
-def assert_stopped(done: subprocess.CompletedProcess, message: str, store: Path) -> None:
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+def assert_stopped(exit_code: int | None, errors: str, message: str, store: Path) -> None:
+    assert exit_code == 1
+    assert message in errors
+    assert "Traceback" not in errors
     assert list_datasets(store) == []
     assert list(store.glob("_work/*/partition-*.json"))
 
@@ -58,7 +61,7 @@ def assert_stopped(done: subprocess.CompletedProcess, message: str, store: Path)
 def test_a_full_disk_is_named_and_with_more_space_the_same_command_goes_on(command, small_disk):
     store = small_disk / "store"
     done = subprocess.run([*OLA, *command, "--store", str(store)], capture_output=True, text=True, check=False)
-    assert_stopped(done, "No space left on device", store)
+    assert_stopped(done.returncode, done.stderr, "No space left on device", store)
     assert not list(store.rglob("*.partial"))
     before = {path: path.stat().st_mtime_ns for path in store.rglob("order_1/c/0/0")}
     assert mount("-o", "remount,size=64m", small_disk)
@@ -69,15 +72,21 @@ def test_a_full_disk_is_named_and_with_more_space_the_same_command_goes_on(comma
     assert not list((store / "_work").iterdir())
 
 
+def run_limited(arguments: list[str], limit: int, errors: Path) -> None:
+    os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY), sys.stderr.fileno())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    sys.exit(main(arguments))
+
+
 def test_a_limit_of_file_size_is_named_and_without_it_the_same_command_goes_on(command, tmp_path):
-    store = tmp_path / "store"
+    store, errors = tmp_path / "store", tmp_path / "errors"
+    command = [*command, "--store", str(store)]
     limit = 10_000  # a manifest of twenty partitions is larger, every object is smaller
-    done = subprocess.run(
-        [*OLA, *command, "--store", str(store)], capture_output=True, text=True, check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )  # fmt: skip
-    assert_stopped(done, "File too large", store)
-    assert main([*command, "--store", str(store)]) == 0
+    process = CONTEXT.Process(target=run_limited, args=(command, limit, errors))
+    process.start()
+    process.join(120)
+    assert_stopped(process.exitcode, errors.read_text(), "File too large", store)
+    assert main(command) == 0
     assert main(["verify", "tiny-bert/lines/all", "--store", str(store)]) == 0
 
 

@@ -15,6 +15,7 @@ from pipeline.store.samples import write_samples
 from pipeline.store.verify import verify_version
 from pipeline.store.versions import resolve_ref
 from storage_schema.errors import CorruptedObjectError
+from storage_schema.manifest import compute_manifest_digest
 from storage_schema.samples import from_table
 
 TEXTS = [f"Text number {number} of {'rather ' * (number % 3)}few." for number in range(6)]
@@ -49,6 +50,8 @@ def record_again(store: Path) -> None:
 
     manifest["objects"] = {name: describe(group / name) for name in manifest["objects"]}
     manifest["samples"] = describe(store / manifest["samples_path"])
+    del manifest["manifest_sha256"]
+    manifest["manifest_sha256"] = compute_manifest_digest(manifest)
     path.write_text(json.dumps(manifest))
 
 
