@@ -133,7 +133,7 @@ def _prepare(plans: list[Plan], device: str, report: Reporter) -> "tuple[LoadedM
 
 def _sweep_journal(store: StoreFolder, recipe: Recipe) -> None:
     """Removes what a process left that was killed between publishing its version and removing its journal."""
-    if store.work_path(recipe.fingerprint).exists():
+    if store.work_path(recipe.fingerprint).exists() or store.lock_path(recipe.fingerprint).exists():
         from pipeline.store.writer import own_work
 
         with own_work(store, recipe):

@@ -6,7 +6,7 @@ from pathlib import Path
 from pipeline.corpora.registry import open_corpus
 from pipeline.corpora.units import SampleSet, read_samples
 from pipeline.ola.identity import ModelIdentity, identify_model
-from pipeline.store.folder import open_store
+from pipeline.store.folder import is_unclaimed, open_store
 from pipeline.store.versions import Version, find_version
 from storage_schema.errors import InvalidRecipeError
 from storage_schema.recipe import MapName, Recipe, check_maps
@@ -93,7 +93,6 @@ def plan_versions(
 
 def find_finished(store: str | Path, plan: Plan) -> Version | None:
     """The version that already is of this plan's recipe; reads the store, if there is one, and writes nothing."""
-    path = Path(store).expanduser()
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+    if is_unclaimed(store):
         return None
     return find_version(open_store(store), plan.dataset, plan.recipe)

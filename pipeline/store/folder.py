@@ -8,6 +8,7 @@ _work/<fingerprint>/, _work/<fingerprint>.lock    an unfinished version's journa
 <model>/<corpus>/<split>/_tags/<tag>.json         a tag
 """
 
+import fcntl
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import IO
 
 from storage_schema.errors import NewerFormatError, StoreAccessError
 from storage_schema.manifest import StoredObject
@@ -43,6 +45,9 @@ class StoreFolder:
 
     def work_path(self, fingerprint: str) -> Path:
         return self.path / "_work" / fingerprint[:16]
+
+    def lock_path(self, fingerprint: str) -> Path:
+        return self.work_path(fingerprint).with_suffix(".lock")
 
     def remove_journal(self, fingerprint: str) -> None:
         """Removes the journal of a published version, also one that a process killed right after publishing left."""
@@ -89,7 +94,7 @@ def open_store_for_writing(store: str | Path) -> StoreFolder:
     """
     path = _local_path(store)
     try:
-        if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        if is_unclaimed(path):
             path.mkdir(parents=True, exist_ok=True)
             put_if_absent(path / _MARKER, json.dumps({"ola_store": STORE_FORMAT}).encode() + b"\n")
         folder = open_store(path)
@@ -109,11 +114,23 @@ def check_writable(store: str | Path) -> None:
         StoreAccessError, NewerFormatError: as `open_store_for_writing`.
     """
     path = _local_path(store)
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+    if not is_unclaimed(path):
         open_store(path)
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise StoreAccessError(f"the store {path} cannot be written: {existing} is not a folder that you may write to")
+
+
+def is_unclaimed(store: str | Path) -> bool:
+    """Whether a store may be made there: nothing is there yet, or nothing but another process's beginning of one."""
+    path = _local_path(store)
+    if not path.exists():
+        return True
+    return path.is_dir() and all(_is_partial_of(_MARKER, entry) for entry in path.iterdir())
+
+
+def _is_partial_of(name: str, path: Path) -> bool:
+    return path.name.startswith(f".{name}.") and path.name.endswith(".partial")
 
 
 def _local_path(store: str | Path) -> Path:
@@ -149,17 +166,28 @@ def replace_object(path: Path, data: bytes) -> None:
 
 @contextmanager
 def _partial_file(path: Path, data: bytes) -> Iterator[Path]:
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".partial", delete=False) as file:
+    with _create_partial(path) as file:
         partial = Path(file.name)
-    try:
-        with partial.open("wb") as file:
+        try:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        partial.chmod(0o644)
-        yield partial
-    finally:
-        partial.unlink(missing_ok=True)
+            partial.chmod(0o644)
+            yield partial
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def _create_partial(path: Path) -> IO[bytes]:
+    # Its owner holds a lock on it, which dies with the process: whoever gets the lock may sweep the file.
+    while True:
+        file = tempfile.NamedTemporaryFile(  # noqa: SIM115 - the caller closes it
+            dir=path.parent, prefix=f".{path.name}.", suffix=".partial", delete=False
+        )
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()
 
 
 def _sync_folder(path: Path) -> None:
@@ -183,7 +211,19 @@ def read_object(path: Path) -> StoredObject:
     return StoredObject(hash_bytes(data), len(data))
 
 
-def remove_partials(folder: Path) -> None:
-    """Removes what a killed writer left: files under `.partial` names."""
-    for path in folder.rglob("*.partial"):
+def remove_partials(group: Path) -> None:
+    """Removes what a killed writer left in a group that the caller owns: files under `.partial` names."""
+    for path in group.rglob("*.partial"):
         path.unlink(missing_ok=True)
+
+
+def sweep_partials(*folders: Path) -> None:
+    """Removes what killed writers left in these folders themselves; files of live ones are locked and stay."""
+    for folder in folders:
+        for path in folder.glob("*.partial"):
+            try:
+                with path.open("rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink(missing_ok=True)
+            except (BlockingIOError, FileNotFoundError):
+                continue

@@ -1,6 +1,7 @@
 """Versions of a dataset: listing, resolving refs, publishing and tagging."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,10 +42,14 @@ def list_versions(store: StoreFolder, dataset: Dataset) -> list[Version]:
         CorruptedObjectError: a manifest is not what was written.
         NewerFormatError: a later release wrote one.
     """
-    return [
-        Version(number, Manifest.decode(path.read_bytes(), str(path)))
-        for number, path in sorted(_iter_manifests(store, dataset))
-    ]
+    return [_read_version(dataset, number, path) for number, path in sorted(_iter_manifests(store, dataset))]
+
+
+def _read_version(dataset: Dataset, number: int, path: Path) -> Version:
+    manifest = Manifest.decode(path.read_bytes(), str(path))
+    if manifest.dataset != dataset:
+        raise CorruptedObjectError(f"{path} is the manifest of {manifest.dataset}, not of {dataset}; put it back there")
+    return Version(number, manifest)
 
 
 def _iter_manifests(store: StoreFolder, dataset: Dataset) -> Iterator[tuple[int, Path]]:
@@ -67,15 +72,16 @@ def resolve_ref(store: StoreFolder, text: str) -> Version:
         DatasetNotFoundError: the store has no such dataset or version; lists what there is.
     """
     ref = parse_ref(text)
-    versions = list_versions(store, ref.dataset)
-    if not versions:
+    paths = dict(sorted(_iter_manifests(store, ref.dataset)))
+    if not paths:
         known = ", ".join(map(str, list_datasets(store))) or "none"
         raise DatasetNotFoundError(f"the store {store.path} has no dataset {ref.dataset}; it has: {known}")
-    if ref.version == "latest":
-        return versions[-1]
-    if ref.number is not None:
-        chosen = [version for version in versions if version.number == ref.number]
-    else:
+    number = max(paths) if ref.version == "latest" else ref.number
+    if number in paths:
+        return _read_version(ref.dataset, number, paths[number])
+    versions = list_versions(store, ref.dataset)
+    chosen: list[Version] = []
+    if ref.number is None:
         wanted = ref.version if ref.is_fingerprint else _read_tag(store, ref)
         chosen = [version for version in versions if version.manifest.recipe.fingerprint.startswith(wanted)]
     if len(chosen) != 1:
@@ -92,7 +98,10 @@ def _tag_path(store: StoreFolder, dataset: Dataset, tag: str) -> Path:
 def _read_tag(store: StoreFolder, ref: Ref) -> str:
     path = _tag_path(store, ref.dataset, ref.version)
     try:
-        return str(json.loads(path.read_bytes())["fingerprint"])
+        fingerprint = json.loads(path.read_bytes())["fingerprint"]
+        if not re.fullmatch("[0-9a-f]{64}", fingerprint):
+            raise ValueError
+        return str(fingerprint)
     except FileNotFoundError:
         tags = ", ".join(sorted(other.stem for other in path.parent.glob("*.json"))) or "none"
         raise DatasetNotFoundError(f"dataset {ref.dataset} has no tag {ref.version!r}; tags: {tags}") from None
@@ -130,9 +139,11 @@ def publish_version(store: StoreFolder, manifest: Manifest) -> Version:
     """
     data = manifest.encode()
     while True:
-        published = find_version(store, manifest.dataset, manifest.recipe)
+        # One look for both questions: whatever is published after it takes the next number, and so makes a conflict.
+        versions = list_versions(store, manifest.dataset)
+        published = [version for version in versions if version.manifest.recipe == manifest.recipe]
         if published:
-            return published
-        number = max((number for number, _ in _iter_manifests(store, manifest.dataset)), default=0) + 1
+            return published[0]
+        number = versions[-1].number + 1 if versions else 1
         if put_if_absent(store.dataset_path(manifest.dataset) / f"v{number}.json", data):
             return Version(number, manifest)

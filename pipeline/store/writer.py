@@ -21,7 +21,7 @@ from numpy import ndarray
 from zarr.storage import LocalStore
 
 from pipeline.store.arrays import create_group
-from pipeline.store.folder import StoreFolder, read_object, remove_partials, replace_object
+from pipeline.store.folder import StoreFolder, read_object, remove_partials, replace_object, sweep_partials
 from pipeline.store.versions import Version, publish_version
 from storage_schema.arrays import CHUNK_CELLS, Packing, Partition, name_array
 from storage_schema.errors import MissingObjectError
@@ -39,7 +39,7 @@ def own_work(store: StoreFolder, recipe: Recipe, on_wait: Callable[[], None] = l
     Another live owner is waited for (`on_wait` is called once); the lock dies with its process, so a killed owner holds
     nothing.
     """
-    path = store.work_path(recipe.fingerprint).with_suffix(".lock")
+    path = store.lock_path(recipe.fingerprint)
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
     try:
@@ -79,8 +79,10 @@ class VersionWriter:
         self._path = store.group_path(dataset, recipe.fingerprint)
         self._work = store.work_path(recipe.fingerprint)
         self._work.mkdir(parents=True, exist_ok=True)
-        if self._path.exists():
-            remove_partials(self._path)
+        remove_partials(self._path)
+        dataset_path = store.dataset_path(dataset)
+        samples_path = store.samples_path(dataset.corpus, recipe.split, recipe.corpus_sha256).parent
+        sweep_partials(store.path, self._work, dataset_path, dataset_path / "_tags", samples_path)
         self._index_objects = self._recall("index")
         if self._index_objects is None or not self._holds(index):
             shutil.rmtree(self._path, ignore_errors=True)

@@ -198,7 +198,7 @@ def hold_work(store: Path, recipe: Recipe, log: Path, seconds: float) -> None:
     with own_work(open_store(store), recipe, on_wait=lambda: note("waits")):
         note("owns")
         time.sleep(seconds)
-    note("done")
+        note("leaves")
 
 
 RECIPE = Recipe(
@@ -228,7 +228,7 @@ def test_a_live_owner_is_waited_for_and_a_killed_one_is_taken_over(tmp_path):
     assert read(logs[1]) == ["waits"]
     first.kill()
     second.join(PATIENCE)
-    assert (second.exitcode, read(logs[1])) == (0, ["waits", "owns", "done"])
+    assert (second.exitcode, read(logs[1])) == (0, ["waits", "owns", "leaves"])
     first.join()
     assert not list((store / "_work").iterdir())
 
@@ -244,9 +244,8 @@ def test_owners_follow_one_another_and_never_meet(tmp_path):
     assert len(words) == 5
     inside = 0
     for word in read(log):
-        inside += {"owns": 1, "done": -1, "waits": 0}[word]
-        # `done` is noted just after the work is let go, so one may come in between.
-        assert 0 <= inside <= 2
+        inside += {"owns": 1, "leaves": -1, "waits": 0}[word]
+        assert 0 <= inside <= 1
     assert not list((tmp_path / "store" / "_work").iterdir())
 
 
