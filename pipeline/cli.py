@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from pipeline import commands
 from pipeline.commands import complain
+from pipeline.store.catalog import choose_store
 from storage_schema.errors import OlaError
 from storage_schema.recipe import COMPUTE_DTYPES, STORE_DTYPES, parse_maps
 
@@ -33,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         complain(str(error))
         return error.exit_code
     except OSError as error:
-        complain(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}; mend it and run again")
+        place = error.filename or f"the store {choose_store(getattr(options, 'store', None))}"
+        complain(f"{error.strerror or error}: {place}; mend it and run the same command again")
         return 1
     except KeyboardInterrupt:
         complain("interrupted; run the same command again to go on")

@@ -75,6 +75,13 @@ class Manifest:
     model_licence: str
     corpus_licence: str
 
+    def __post_init__(self) -> None:
+        if self.folder != self.recipe.fingerprint[:16]:
+            raise CorruptedObjectError(f"its folder is {self.folder!r}, expected {self.recipe.fingerprint[:16]!r}")
+        for path in (self.samples_path, *self.objects):
+            if path.startswith("/") or ".." in path.split("/"):
+                raise CorruptedObjectError(f"its path {path!r} leads out of the store")
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the group; the sample table, which other versions share, is not counted."""

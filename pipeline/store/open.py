@@ -47,8 +47,12 @@ class StoredVersion:
     def _check_size(self, path: Path, expected: int) -> None:
         try:
             size = path.stat().st_size
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             raise MissingObjectError(f"{self.version.ref}: object {path} is missing; {self._remedy}") from None
+        except OSError as error:
+            raise CorruptedObjectError(
+                f"{self.version.ref}: object {path} cannot be read: {error.strerror}; {self._remedy}"
+            ) from None
         if size != expected:
             raise CorruptedObjectError(
                 f"{self.version.ref}: object {path} has {size} bytes, its manifest says {expected}; {self._remedy}"
