@@ -91,7 +91,7 @@ def test_folder_is_no_corpus_file(tmp_path):
 
 @pytest.mark.parametrize("name", ["a+b.txt", "a@b.txt", "-a.txt", "a b.txt", "naïve.txt", ".hidden"])
 def test_file_whose_stem_may_not_stand_in_a_ref_is_to_be_renamed(tmp_path, name):
-    with pytest.raises(InvalidNameError, match="rename the file"):
+    with pytest.raises(InvalidNameError, match="rename it"):
         read_bytes(tmp_path, b"one\n", name=name)
 
 
