@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.store.catalog import choose_store, list_datasets
 from storage_schema.errors import InvalidRecipeError
 from storage_schema.recipe import parse_maps
+from storage_schema.refs import check_tag
 
 if TYPE_CHECKING:
     from pipeline.plan import Plan
@@ -34,6 +35,10 @@ def materialize(options: argparse.Namespace) -> int:
     from pipeline.plan import find_finished, plan_versions
 
     maps = parse_maps(options.maps)
+    if options.batch_tokens is not None and options.batch_tokens < 1:
+        raise InvalidRecipeError(f"--batch-tokens is {options.batch_tokens}; expected 1 or more")
+    if options.tag is not None:
+        check_tag(options.tag)
     console = Console(stderr=True)
     with console.status(f"looking up {options.model} and {options.corpus} (weights are fetched once)"):
         plans = plan_versions(
@@ -51,8 +56,6 @@ def materialize(options: argparse.Namespace) -> int:
             trust_remote_code=options.trust_remote_code,
         )
     store, batch_tokens = choose_store(options.store), options.batch_tokens or BATCH_TOKENS
-    if options.batch_tokens is not None and options.batch_tokens < 1:
-        raise InvalidRecipeError(f"--batch-tokens is {options.batch_tokens}; expected 1 or more")
     if options.dry_run:
         return _estimate(plans, store, options.device, batch_tokens, find_finished)
     return _run_plans(plans, store, options, batch_tokens)
@@ -181,8 +184,12 @@ def _list(options: argparse.Namespace, rows: list[dict[str, Any]]) -> int:
     elif not rows:
         say("nothing here yet; `ola materialize --model minilm-l6 --corpus sample` makes something")
     else:
-        _print_table(tuple(rows[0]), [tuple(row.values()) for row in rows])
+        _print_table(tuple(rows[0]), [tuple(map(_join, row.values())) for row in rows])
     return 0
+
+
+def _join(cell: Any) -> Any:
+    return ",".join(map(str, cell)) if isinstance(cell, tuple) else cell
 
 
 def show(options: argparse.Namespace) -> int:
@@ -227,6 +234,8 @@ def verify(options: argparse.Namespace) -> int:
     from pipeline.store.verify import verify_version
     from pipeline.store.versions import resolve_ref
 
+    if options.recompute is not None and options.recompute < 1:
+        raise InvalidRecipeError(f"--recompute is {options.recompute}; expected 1 or more")
     store = open_store(choose_store(options.store))
     version = resolve_ref(store, options.ref)
     with Progress(console=Console(stderr=True), transient=True) as progress:
@@ -263,6 +272,8 @@ def plot(options: argparse.Namespace) -> int:
 
     dataset = open_dataset(options.ref, choose_store(options.store), options.maps)
     name = "-".join(str(dataset.manifest.dataset).split("/"))
+    if options.output and not options.output.parent.is_dir():
+        raise InvalidRecipeError(f"there is no folder {options.output.parent} to draw into")
     output = options.output or Path(f"{name}-{options.sample}.png")
     plot_sample(dataset, options.sample, output)
     say(str(output))

@@ -40,6 +40,8 @@ def compute_partition(
     recipe = plan.recipe
     columns = {name_array(name): np.empty(partition.num_cells, np.dtype(recipe.store_dtype)) for name in recipe.maps}
     for indexes, input_ids, mask in iter_batches(tokens, partition.start, partition.stop, batch_tokens):
+        if tokens.pad_token_id >= model.num_embeddings:  # a padding token that was added after training
+            input_ids[mask == 0] = 0
         try:
             maps = model.compute_maps(torch.from_numpy(input_ids), torch.from_numpy(mask), recipe.maps)
         except NonFiniteMapError as error:

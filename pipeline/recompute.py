@@ -3,6 +3,7 @@
 import numpy as np
 
 from pipeline.ola.identity import identify_model
+from pipeline.ola.registry import MODELS
 from pipeline.store.folder import StoreFolder
 from pipeline.store.open import StoredVersion
 from pipeline.store.versions import Version
@@ -36,7 +37,9 @@ def recompute_samples(
     recipe = version.manifest.recipe
     if num_samples < 1:
         raise InvalidRecipeError(f"asked to recompute {num_samples} samples; expected 1 or more")
-    identity = identify_model(model or recipe.model, trust_remote_code=recipe.trust_remote_code)
+    kind, _, revision = recipe.model_revision.partition(":")
+    pinned = f"{recipe.model}@{revision}" if kind == "commit" and recipe.model not in MODELS else recipe.model
+    identity = identify_model(model or pinned, trust_remote_code=recipe.trust_remote_code)
     for what, found, expected in (
         ("revision", identity.revision, recipe.model_revision),
         ("tokenizer", identity.tokenizer_sha256, recipe.tokenizer_sha256),

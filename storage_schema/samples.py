@@ -6,6 +6,7 @@ This module computes no tokens: tokens belong to a model, samples to a corpus.
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -83,6 +84,9 @@ class Sample:
 _CONTENT = tuple(field.name for field in fields(Sample) if field.name not in ("sample_id", "document_id"))
 
 
+_BIO = re.compile(r"O|[BI]-\S+")
+
+
 def check_sample(sample: Sample, where: str) -> Sample:
     """The sample itself, once it is consistent.
 
@@ -91,7 +95,8 @@ def check_sample(sample: Sample, where: str) -> Sample:
 
     Raises:
         CorpusFormatError: the text is blank; a span is empty, outside the text or over its predecessor; an annotation
-            has not one value a word; a head is out of range or on a cycle; a relation's range is empty or out of range.
+            has not one value a word; a chunk or entity is no BIO tag; a head is out of range or on a cycle; a
+            relation's range is empty or out of range.
     """
 
     def refuse(rule: str) -> CorpusFormatError:
@@ -114,6 +119,10 @@ def check_sample(sample: Sample, where: str) -> Sample:
         values = getattr(sample, name)
         if values is not None and len(values) != num_words:
             raise refuse(f"`{name}` has {len(values)} values for {num_words} words; give one a word")
+    for name in ("chunks", "entities"):
+        for tag in getattr(sample, name) or ():
+            if not _BIO.fullmatch(tag):
+                raise refuse(f"`{name}` has the tag {tag!r}; expected O, B-TYPE or I-TYPE")
     if sample.heads is not None:
         _check_heads(sample.heads, refuse)
     for relation in sample.relations or ():

@@ -1,1 +1,1 @@
-"""Token batches to maps: models, head-mean attention and orders. Needs only torch and transformers."""
+"""Token batches to maps: models, head-mean attention and orders. Needs only torch, transformers and jaxtyping."""

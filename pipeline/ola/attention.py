@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 # A name that contains "sdpa", "flash_attention" or "flex_attention" would switch on that backend's checks.
 IMPLEMENTATION = "head_mean"
 SCORE_CELLS = 4 * 1024 * 1024
-"""Scores held at once: 16 MiB of float32. Heads are taken in groups of at most so many cells."""
+"""Scores held at once: 16 MiB of float32, or those of one key head's queries where they are more."""
 
 LayerReader = Callable[[Float[Tensor, "B Q K"]], None]
 _reader: ContextVar[LayerReader | None] = ContextVar("reader", default=None)

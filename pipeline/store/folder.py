@@ -152,7 +152,7 @@ def put_if_absent(path: Path, data: bytes) -> bool:
             os.link(partial, path)
         except FileExistsError:
             return False
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
     return True
 
 
@@ -161,7 +161,7 @@ def replace_object(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with _partial_file(path, data) as partial:
         partial.replace(path)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 @contextmanager
@@ -190,7 +190,8 @@ def _create_partial(path: Path) -> IO[bytes]:
         file.close()
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Brings a folder's entries onto the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -225,5 +226,5 @@ def sweep_partials(*folders: Path) -> None:
                 with path.open("rb") as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     path.unlink(missing_ok=True)
-            except (BlockingIOError, FileNotFoundError):
+            except (BlockingIOError, FileNotFoundError, PermissionError):
                 continue

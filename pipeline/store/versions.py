@@ -12,6 +12,8 @@ from storage_schema.manifest import Manifest
 from storage_schema.recipe import Recipe
 from storage_schema.refs import Dataset, Ref, check_tag, parse_ref
 
+_MANIFEST_NAME = re.compile(r"v([1-9][0-9]*)\.json", re.ASCII)
+
 
 @dataclass(frozen=True)
 class Version:
@@ -31,6 +33,7 @@ def list_datasets(store: StoreFolder) -> list[Dataset]:
     found = {
         Dataset(*manifest.parent.relative_to(store.path).parts)
         for manifest in store.path.glob("[!._]*/[!._]*/[!._]*/v*.json")
+        if _MANIFEST_NAME.fullmatch(manifest.name)
     }
     return sorted(found)
 
@@ -54,8 +57,8 @@ def _read_version(dataset: Dataset, number: int, path: Path) -> Version:
 
 def _iter_manifests(store: StoreFolder, dataset: Dataset) -> Iterator[tuple[int, Path]]:
     for path in store.dataset_path(dataset).glob("v*.json"):
-        if path.stem[1:].isdecimal():
-            yield int(path.stem[1:]), path
+        if match := _MANIFEST_NAME.fullmatch(path.name):
+            yield int(match[1]), path
 
 
 def find_version(store: StoreFolder, dataset: Dataset, recipe: Recipe) -> Version | None:

@@ -21,7 +21,7 @@ from numpy import ndarray
 from zarr.storage import LocalStore
 
 from pipeline.store.arrays import create_group
-from pipeline.store.folder import StoreFolder, read_object, remove_partials, replace_object, sweep_partials
+from pipeline.store.folder import StoreFolder, read_object, remove_partials, replace_object, sweep_partials, sync_folder
 from pipeline.store.versions import Version, publish_version
 from storage_schema.arrays import CHUNK_CELLS, Packing, Partition, name_array
 from storage_schema.errors import MissingObjectError
@@ -166,6 +166,8 @@ class VersionWriter:
         self, name: str, paths: Sequence[Path], statistics: Mapping[str, Mapping[str, float]]
     ) -> dict[str, StoredObject]:
         objects = {path.relative_to(self._path).as_posix(): read_object(path) for path in paths}
+        for folder in {path.parent for path in paths} | {path.parent.parent for path in paths}:
+            sync_folder(folder)
         record = {"objects": {path: asdict(stored) for path, stored in objects.items()}, "statistics": statistics}
         replace_object(self._work / f"{name}.json", json.dumps(record).encode())
         return objects
@@ -179,7 +181,7 @@ class VersionWriter:
             record = self._read_record(name)
             objects = {path: StoredObject(**stored) for path, stored in record["objects"].items()}
             intact = all(read_object(self._path / path) == stored for path, stored in objects.items())
-        except (OSError, ValueError, KeyError, TypeError):
+        except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
             return None
         return objects if intact else None
 

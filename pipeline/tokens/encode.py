@@ -55,7 +55,7 @@ def load_tokenizer(path: Path, name: str, *, trust_remote_code: bool = False) ->
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
+    except Exception as error:  # a damaged tokenizer.json raises a bare one
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UnsupportedModelError(f"{name}: its tokenizer does not load: {reason}") from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
