@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; wrong usage exits with 2."""
     parser = _build_parser()
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, _raise_terminated)
+    before = signal.signal(signal.SIGTERM, _raise_terminated)
     try:
         return int(options.run(options))
     except OlaError as error:
@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _Terminated:
         complain("terminated; run the same command again to go on")
         return 143
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _raise_terminated(*_: object) -> NoReturn:
