@@ -12,7 +12,7 @@ from pipeline import commands
 from pipeline.commands import complain
 from pipeline.store.catalog import choose_store
 from storage_schema.errors import OlaError
-from storage_schema.recipe import COMPUTE_DTYPES, STORE_DTYPES, parse_maps
+from storage_schema.recipe import COMPUTE_DTYPES, STORE_DTYPES
 
 # Quiet libraries: one set of progress bars, and warnings only where they are ours.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -86,7 +86,7 @@ def _build_parser() -> argparse.ArgumentParser:
     command = add("plot", commands.plot, "draw the maps of one sample", store=True)
     command.add_argument("ref", metavar="REF")
     command.add_argument("--sample", type=int, required=True, metavar="I", help="its position in the dataset")
-    command.add_argument("--maps", type=parse_maps, help="which of the stored maps (default: all)")
+    command.add_argument("--maps", help="which of the stored maps (default: all)")
     command.add_argument("--output", type=Path, help="a .png or .svg file (default: <dataset>-I.png here)")
     return parser
 

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 
 def complain(message: str) -> None:
-    """Prints one message to the error stream."""
-    print(f"ola: {message}", file=sys.stderr)  # noqa: T201
+    """Prints one message to the error stream, control characters escaped: names and texts are data."""
+    shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
+    print(f"ola: {shown}", file=sys.stderr)  # noqa: T201
 
 
 def say(text: str) -> None:
@@ -30,6 +31,7 @@ def say(text: str) -> None:
 def materialize(options: argparse.Namespace) -> int:
     """Makes the versions that the options ask for, or says what making them would cost."""
     from rich.console import Console
+    from rich.markup import escape
 
     from pipeline.materialize import BATCH_TOKENS
     from pipeline.plan import find_finished, plan_versions
@@ -40,7 +42,8 @@ def materialize(options: argparse.Namespace) -> int:
     if options.tag is not None:
         check_tag(options.tag)
     console = Console(stderr=True)
-    with console.status(f"looking up {options.model} and {options.corpus} (weights are fetched once)"):
+    looking_up = escape(f"looking up {options.model} and {options.corpus} (weights are fetched once)")
+    with console.status(looking_up):
         plans = plan_versions(
             options.model,
             options.corpus,
@@ -270,7 +273,7 @@ def plot(options: argparse.Namespace) -> int:
     from pipeline.jobs.plot import plot_sample
     from pipeline.readers import open_dataset
 
-    dataset = open_dataset(options.ref, choose_store(options.store), options.maps)
+    dataset = open_dataset(options.ref, choose_store(options.store), parse_maps(options.maps) if options.maps else None)
     name = "-".join(str(dataset.manifest.dataset).split("/"))
     if options.output and not options.output.parent.is_dir():
         raise InvalidRecipeError(f"there is no folder {options.output.parent} to draw into")

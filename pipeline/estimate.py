@@ -31,14 +31,12 @@ def estimate_plan(plan: Plan, *, device: str, batch_tokens: int) -> Estimate:
     import numpy as np
     import torch
 
-    from pipeline.ola.load import load_model
+    from pipeline.extraction import prepare_plans
     from pipeline.tokens.batches import iter_batches, plan_batches
-    from pipeline.tokens.encode import encode_samples, load_tokenizer
 
     recipe = plan.recipe
-    tokenizer = load_tokenizer(plan.model.path, plan.model.name, trust_remote_code=recipe.trust_remote_code)
-    tokens = encode_samples(tokenizer, plan.selected, recipe.max_length)
-    model = load_model(plan.model, compute_dtype=recipe.compute_dtype, device=device)
+    model, by_dataset = prepare_plans([plan], device)
+    tokens = by_dataset[plan.dataset]
     num_batches = len(plan_batches(tokens.lengths, batch_tokens))
     chosen = set(np.linspace(0, num_batches - 1, min(num_batches, _TIMED_BATCHES + 1), dtype=int).tolist())
     seconds = []

@@ -4,20 +4,52 @@ Axis names: S samples, T tokens of one sample.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int, Shaped
 from numpy import ndarray
 
-from pipeline.ola.load import LoadedModel
+from pipeline.ola.load import LoadedModel, load_model
 from pipeline.plan import Plan
 from pipeline.tokens.batches import iter_batches
-from pipeline.tokens.encode import TokenTable
+from pipeline.tokens.encode import TokenTable, encode_samples, load_tokenizer
 from storage_schema.arrays import Packing, Partition, name_array, pack_map, place_samples
-from storage_schema.errors import NonFiniteMapError
+from storage_schema.errors import NonFiniteMapError, UnsupportedModelError
 from storage_schema.manifest import Counts
+from storage_schema.refs import Dataset
 from storage_schema.samples import split_sample_id
+
+
+def prepare_plans(
+    plans: list[Plan], device: str, report: Callable[[str, str, int, int], None] = lambda *_: None
+) -> tuple[LoadedModel, dict[Dataset, TokenTable]]:
+    """The model that the plans share, loaded and checked, and the tokens of each plan's samples.
+
+    Args:
+        report: hears dataset, stage (`tokens`), samples done and in all.
+
+    Raises:
+        UnsupportedModelError: the tokenizer or the model does not load or fails its check, or they do not fit together.
+        InvalidRecipeError: the maximum length leaves no room beside special tokens, or the device is not here.
+    """
+    identity, recipe = plans[0].model, plans[0].recipe
+    tokenizer = load_tokenizer(identity.path, identity.name, trust_remote_code=recipe.trust_remote_code)
+    tokens = {
+        plan.dataset: encode_samples(
+            tokenizer, plan.selected, plan.recipe.max_length, partial(report, str(plan.dataset), "tokens")
+        )
+        for plan in plans
+    }
+    model = load_model(identity, compute_dtype=recipe.compute_dtype, device=device)
+    highest = max(int(table.input_ids.max()) for table in tokens.values())
+    if highest >= model.num_embeddings:
+        raise UnsupportedModelError(
+            f"the tokenizer of {identity.name} gives token id {highest}, "
+            f"but the model has {model.num_embeddings} embeddings; are both of the same model?"
+        )
+    return model, tokens
 
 
 def compute_partition(

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from importlib.metadata import version as find_library_version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -14,9 +13,9 @@ from pipeline.plan import Plan, find_finished, plan_versions
 from pipeline.store.folder import StoreFolder, check_writable, open_store, open_store_for_writing
 from pipeline.store.versions import Version, find_version, tag_version
 from storage_schema.arrays import count_partition_cells, plan_partitions
-from storage_schema.errors import InvalidRecipeError, UnsupportedModelError
+from storage_schema.errors import InvalidRecipeError
 from storage_schema.recipe import Recipe
-from storage_schema.refs import Dataset, check_tag
+from storage_schema.refs import check_tag
 
 if TYPE_CHECKING:
     from pipeline.ola.load import LoadedModel
@@ -92,7 +91,9 @@ def materialize_plans(
     if missing or tag:
         check_writable(store)
     if missing:
-        model, tokens = _prepare(missing, device, report)
+        from pipeline.extraction import prepare_plans
+
+        model, tokens = prepare_plans(missing, device, report)
     for plan in plans:
         version = finished.get(plan.dataset)
         if version is not None:
@@ -104,31 +105,6 @@ def materialize_plans(
             tag_version(open_store_for_writing(store), version, tag)
         yield Materialized(version, plan.dataset not in finished, time.monotonic() - began)
         began = time.monotonic()
-
-
-def _prepare(plans: list[Plan], device: str, report: Reporter) -> "tuple[LoadedModel, dict[Dataset, TokenTable]]":
-    from pipeline.ola.load import load_model
-    from pipeline.tokens.encode import encode_samples, load_tokenizer
-
-    identity, recipe = plans[0].model, plans[0].recipe
-    tokenizer = load_tokenizer(identity.path, identity.name, trust_remote_code=recipe.trust_remote_code)
-    tokens = {
-        plan.dataset: encode_samples(
-            tokenizer,
-            plan.selected,
-            plan.recipe.max_length,
-            partial(report, str(plan.dataset), "tokens"),
-        )
-        for plan in plans
-    }
-    model = load_model(identity, compute_dtype=recipe.compute_dtype, device=device)
-    highest = max(int(table.input_ids.max()) for table in tokens.values())
-    if highest >= model.num_embeddings:
-        raise UnsupportedModelError(
-            f"the tokenizer of {identity.name} gives token id {highest}, "
-            f"but the model has {model.num_embeddings} embeddings; are both of the same model?"
-        )
-    return model, tokens
 
 
 def _sweep_journal(store: StoreFolder, recipe: Recipe) -> None:

@@ -36,7 +36,7 @@ def parse_maps(text: str) -> tuple[MapName, ...]:
     """
     names: list[MapName] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
-        if re.fullmatch(r"[+-]?[0-9]+", part):
+        if re.fullmatch(r"[+-]?[0-9]{1,9}", part):
             names.append(int(part))
         else:
             names.append(part)

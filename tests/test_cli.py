@@ -278,3 +278,53 @@ def test_a_tokenizer_larger_than_its_model_is_refused(build_model, lines_file, s
     assert materialize(small, f"text:{lines_file}", store) == 2
     assert "but the model has 100 embeddings" in capsys.readouterr().err
     assert not store.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["materialize", "--model", "~nosuchuser/x", "--corpus", "sample"],
+        ["materialize", "--model", "[/b]", "--corpus", "sample"],
+        ["materialize", "--model", "{model}", "--corpus", "text:~nosuchuser/x.txt"],
+        ["materialize", "--model", "{model}", "--corpus", "text:[/b]x.txt"],
+        ["materialize", "--model", "{model}", "--corpus", "text:{file}", "--maps", "9" * 5000],
+        ["materialize", "--model", "{model}", "--corpus", "text:{file}", "--dry-run", "--tag", "v1"],
+        ["plot", "tiny-bert/lines/all", "--sample", "1", "--maps", "0"],
+        ["plot", "tiny-bert/lines/all", "--sample", "1", "--maps", "entropy"],
+        ["plot", "tiny-bert/lines/all", "--sample", "1", "--output", "/no/such/folder/x.png"],
+        ["verify", "tiny-bert/lines/all", "--recompute", "0"],
+    ],
+    ids=lambda arguments: " ".join(arguments)[:60],
+)
+def test_odd_words_on_the_command_line_give_one_message(arguments, tiny_bert, lines_file, store, capsys):
+    words = [word.replace("{model}", str(tiny_bert)).replace("{file}", str(lines_file)) for word in arguments]
+    assert run(*words, "--store", store) == 2
+    assert capsys.readouterr().err.count("ola: ") == 1
+    assert not store.exists()
+
+
+def test_a_dry_run_refuses_what_the_real_run_refuses(build_model, lines_file, store, tmp_path, capsys):
+    small = build_model(tmp_path / "small", "bert", vocab_size=100)
+    assert materialize(small, f"text:{lines_file}", store, "--dry-run") == 2
+    assert "but the model has 100 embeddings" in capsys.readouterr().err
+
+
+def test_a_directory_named_like_a_registry_model_is_refused(build_model, lines_file, store, tmp_path, capsys):
+    assert materialize(build_model(tmp_path / "minilm-l6", "bert"), f"text:{lines_file}", store) == 2
+    assert "named like the registry's minilm-l6" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("architecture", ["bert", "llama"])
+def test_a_config_with_fewer_layers_than_the_weights_is_refused(
+    architecture, build_model, lines_file, store, tmp_path, capsys
+):
+    folder = build_model(tmp_path / "tiny", architecture)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+    assert materialize(folder, f"text:{lines_file}", store, "--maps", 1) == 2
+    assert "more layers than its config.json names" in capsys.readouterr().err
+
+
+def test_control_characters_of_a_name_do_not_reach_the_terminal(tiny_bert, store, capsys):
+    assert materialize(tiny_bert, "text:\x1b[31mred.txt", store) == 2
+    assert "\x1b" not in capsys.readouterr().err

@@ -16,6 +16,7 @@ from pipeline.corpora.lines import read_jsonl, read_text
 from pipeline.corpora.records import SplitRecords
 from pipeline.corpora.semeval2010 import read_semeval2010
 from storage_schema.errors import UnknownCorpusError
+from storage_schema.paths import expand_home
 from storage_schema.refs import check_name
 from storage_schema.samples import Sample, identify_samples, split_sample_id
 
@@ -185,7 +186,7 @@ def _with_dev(corpus: Corpus) -> Corpus:
 
 
 def _open_file(scheme: str, file: str) -> Corpus:
-    path = Path(file).expanduser()
+    path = expand_home(file)
     try:
         exists = bool(file) and path.exists()
     except OSError:

@@ -14,6 +14,7 @@ from filelock import FileLock
 
 from pipeline.ola.registry import PackagedWeights, RegisteredModel
 from storage_schema.errors import StoreAccessError, UnknownModelError, UnsupportedModelError
+from storage_schema.paths import expand_home
 
 _READ_FROM_HUB = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[0-9a-f]{40})?")
@@ -27,7 +28,7 @@ def find_cache(part: str) -> Path:
     """
     chosen = os.environ.get("OLA_CACHE")
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ola-store"
-    folder = (Path(chosen).expanduser().absolute() if chosen else default) / part
+    folder = (expand_home(chosen).absolute() if chosen else default) / part
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

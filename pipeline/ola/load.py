@@ -1,6 +1,7 @@
 """A model ready to be read: loaded, set to one device and dtype, and checked against its own eager attention."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -99,7 +100,21 @@ def _load(identity: ModelIdentity, compute_dtype: str) -> PreTrainedModel:
             f"or have another shape ({named}, ...); they would be random"
         )
     loaded: PreTrainedModel = model
+    _check_layers_are_all_read(loaded, loading["unexpected_keys"], identity.name)
     return loaded
+
+
+def _check_layers_are_all_read(model: PreTrainedModel, unread: Iterable[str], name: str) -> None:
+    # A head that is not loaded is no loss; a further copy of a loaded part is a layer that the config leaves out.
+    def generalize(key: str) -> str:
+        return re.sub(r"\.\d+\.", ".#.", key.removeprefix(f"{model.base_model_prefix}."))
+
+    parts = {generalize(key) for key in model.state_dict()}
+    layers = sorted(key for key in unread if "#" in generalize(key) and generalize(key) in parts)
+    if layers:
+        raise UnsupportedModelError(
+            f"{name}: its weights have more layers than its config.json names ({layers[0]}, ...); mend the config"
+        )
 
 
 def _choose_device(device: str) -> torch.device:

@@ -7,6 +7,7 @@ from pathlib import Path
 from pipeline.store.folder import open_store
 from pipeline.store.versions import list_datasets as list_stored_datasets
 from pipeline.store.versions import list_tags, list_versions
+from storage_schema.paths import expand_home
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def list_datasets(store: str | Path | None = None) -> list[DatasetEntry]:
         CorruptedObjectError: a manifest is not what was written.
     """
     chosen = choose_store(store)
-    if "://" not in chosen and not Path(chosen).expanduser().exists():
+    if "://" not in chosen and not expand_home(chosen).exists():
         return []
     folder = open_store(chosen)
     return [

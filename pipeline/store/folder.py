@@ -22,6 +22,7 @@ from typing import IO
 
 from storage_schema.errors import NewerFormatError, StoreAccessError
 from storage_schema.manifest import StoredObject
+from storage_schema.paths import expand_home
 from storage_schema.refs import Dataset
 
 STORE_FORMAT = 1
@@ -138,7 +139,7 @@ def _local_path(store: str | Path) -> Path:
         raise StoreAccessError(
             f"the store {str(store).partition('://')[0]}://... is a URL; this release keeps stores in folders"
         )
-    return Path(store).expanduser().absolute()
+    return expand_home(store).absolute()
 
 
 def put_if_absent(path: Path, data: bytes) -> bool:
