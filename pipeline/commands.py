@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.store.catalog import choose_store, list_datasets
-from storage_schema.errors import InvalidRecipeError
+from pipeline.store.catalog import choose_store, survey_datasets
+from storage_schema.errors import CorruptedObjectError, InvalidRecipeError
 from storage_schema.recipe import parse_maps
 from storage_schema.refs import check_tag
 
@@ -178,7 +178,11 @@ def list_corpora(options: argparse.Namespace) -> int:
 
 def list_stored(options: argparse.Namespace) -> int:
     """Prints every finished version of a store."""
-    return _list(options, [asdict(entry) for entry in list_datasets(choose_store(options.store))])
+    entries, damage = survey_datasets(choose_store(options.store))
+    _list(options, [asdict(entry) for entry in entries])
+    for error in damage:
+        complain(str(error))
+    return 1 if damage else 0
 
 
 def _list(options: argparse.Namespace, rows: list[dict[str, Any]]) -> int:
@@ -203,14 +207,20 @@ def show(options: argparse.Namespace) -> int:
     store = open_store(choose_store(options.store))
     version = resolve_ref(store, options.ref)
     manifest = version.manifest
+    tags, code = "-", 0
+    try:
+        tags = ", ".join(list_tags(store, version)) or tags
+    except CorruptedObjectError as error:
+        complain(str(error))
+        code = 1
     if options.json:
         say(json.dumps(manifest.to_json(), indent=1, sort_keys=True))
-        return 0
+        return code
     _print_table(
         (str(version.ref), ""),
         [
             ("fingerprint", manifest.recipe.fingerprint),
-            ("tags", ", ".join(list_tags(store, version)) or "-"),
+            ("tags", tags),
             ("bytes", manifest.num_bytes),
             ("packing", manifest.packing),
             ("layers", manifest.num_layers),
@@ -224,7 +234,7 @@ def show(options: argparse.Namespace) -> int:
             ("corpus licence", manifest.corpus_licence),
         ],
     )
-    return 0
+    return code
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -249,7 +259,8 @@ def verify(options: argparse.Namespace) -> int:
     for finding in damage:
         complain(f"{version.ref}: {finding}")
     if not damage:
-        again = f", {options.recompute} samples recomputed" if options.recompute else ""
+        num_again = min(options.recompute or 0, version.manifest.counts.samples)
+        again = f", {num_again} samples recomputed" if num_again else ""
         say(
             f"{version.ref}: whole ({len(version.manifest.objects)} objects, {version.manifest.num_bytes} bytes{again})"
         )

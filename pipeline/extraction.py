@@ -14,7 +14,7 @@ from numpy import ndarray
 from pipeline.ola.load import LoadedModel, load_model
 from pipeline.plan import Plan
 from pipeline.tokens.batches import iter_batches
-from pipeline.tokens.encode import TokenTable, encode_samples, load_tokenizer
+from pipeline.tokens.encode import TokenTable, check_vocabulary, encode_samples, load_tokenizer
 from storage_schema.arrays import Packing, Partition, name_array, pack_map, place_samples
 from storage_schema.errors import NonFiniteMapError, UnsupportedModelError
 from storage_schema.manifest import Counts
@@ -42,6 +42,8 @@ def prepare_plans(
         )
         for plan in plans
     }
+    for table in tokens.values():
+        check_vocabulary(tokenizer, table, identity.name)
     model = load_model(identity, compute_dtype=recipe.compute_dtype, device=device)
     highest = max(int(table.input_ids.max()) for table in tokens.values())
     if highest >= model.num_embeddings:

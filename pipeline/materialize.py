@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pipeline.plan import Plan, find_finished, plan_versions
 from pipeline.store.folder import StoreFolder, check_writable, open_store, open_store_for_writing
+from pipeline.store.presence import check_presence
 from pipeline.store.versions import Version, find_version, tag_version
-from storage_schema.arrays import count_partition_cells, plan_partitions
+from storage_schema.arrays import plan_partitions
 from storage_schema.errors import InvalidRecipeError
 from storage_schema.recipe import Recipe
 from storage_schema.refs import check_tag
@@ -95,15 +96,16 @@ def materialize_plans(
 
         model, tokens = prepare_plans(missing, device, report)
     for plan in plans:
-        version = finished.get(plan.dataset)
+        version, is_new = finished.get(plan.dataset), False
         if version is not None:
+            check_presence(open_store(store), version)
             _sweep_journal(open_store(store), plan.recipe)
         else:
             folder = open_store_for_writing(store)
-            version = _make_version(plan, folder, model, tokens[plan.dataset], batch_tokens, report)
+            version, is_new = _make_version(plan, folder, model, tokens[plan.dataset], batch_tokens, report)
         if tag is not None:
             tag_version(open_store_for_writing(store), version, tag)
-        yield Materialized(version, plan.dataset not in finished, time.monotonic() - began)
+        yield Materialized(version, is_new, time.monotonic() - began)
         began = time.monotonic()
 
 
@@ -118,7 +120,8 @@ def _sweep_journal(store: StoreFolder, recipe: Recipe) -> None:
 
 def _make_version(
     plan: Plan, store: StoreFolder, model: "LoadedModel", tokens: "TokenTable", batch_tokens: int, report: Reporter
-) -> Version:
+) -> tuple[Version, bool]:
+    """The plan's version, and whether it was made here (another process may have made it while this one waited)."""
     from pipeline.extraction import build_index, compute_partition, count_losses
     from pipeline.store.samples import write_samples
     from pipeline.store.writer import VersionWriter, own_work
@@ -129,14 +132,13 @@ def _make_version(
     partitions = plan_partitions(
         tokens.lengths,
         packing=model.packing,
-        partition_cells=count_partition_cells(recipe.max_length, model.packing),
         partition_samples=recipe.partition_samples,
     )
     with own_work(store, recipe, on_wait=lambda: report(name, "wait", 0, num_samples)):
         finished = find_version(store, plan.dataset, recipe)
         if finished is not None:
             store.remove_journal(recipe.fingerprint)
-            return finished
+            return finished, False
         samples_path, samples_object = write_samples(
             store, plan.dataset.corpus, recipe.split, recipe.corpus_sha256, plan.samples.samples
         )
@@ -152,7 +154,7 @@ def _make_version(
                 partition,
                 compute_partition(plan, model, tokens, partition, index["start"], batch_tokens, progress.advance),
             )
-        return writer.finish(
+        version = writer.finish(
             run=_describe_run(model, batch_tokens, began, len(partitions) - len(missing)),
             packing=model.packing,
             num_layers=model.num_layers,
@@ -163,6 +165,7 @@ def _make_version(
             model_licence=plan.model.licence,
             corpus_licence=plan.corpus_licence,
         )
+        return version, True
 
 
 class _Progress:

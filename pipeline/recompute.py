@@ -8,7 +8,7 @@ from pipeline.store.folder import StoreFolder
 from pipeline.store.open import StoredVersion
 from pipeline.store.versions import Version
 from storage_schema.arrays import count_cells, name_array, unpack_map
-from storage_schema.errors import InvalidRecipeError
+from storage_schema.errors import InvalidRecipeError, UnknownModelError
 from storage_schema.samples import from_table
 
 TOLERANCE = 1e-5
@@ -39,7 +39,10 @@ def recompute_samples(
         raise InvalidRecipeError(f"asked to recompute {num_samples} samples; expected 1 or more")
     kind, _, revision = recipe.model_revision.partition(":")
     pinned = f"{recipe.model}@{revision}" if kind == "commit" and recipe.model not in MODELS else recipe.model
-    identity = identify_model(model or pinned, trust_remote_code=recipe.trust_remote_code)
+    try:
+        identity = identify_model(model or pinned, trust_remote_code=recipe.trust_remote_code)
+    except UnknownModelError as error:
+        raise UnknownModelError(f"{error}; name a local model's directory with --model path/to/model") from None
     for what, found, expected in (
         ("revision", identity.revision, recipe.model_revision),
         ("tokenizer", identity.tokenizer_sha256, recipe.tokenizer_sha256),

@@ -76,12 +76,6 @@ def unpack_map(cells: Float[ndarray, " cells"], length: int, packing: Packing) -
     return values
 
 
-def count_partition_cells(max_length: int, packing: Packing) -> int:
-    """C: the cells in every partition of a recipe, a whole number of chunks, enough for its longest sample."""
-    longest = count_cells(max_length, packing)
-    return max(PARTITION_CELLS, -(-longest // CHUNK_CELLS) * CHUNK_CELLS)
-
-
 @dataclass(frozen=True)
 class Partition:
     """One writer's samples `[start, stop)`, and the cells that they fill."""
@@ -93,7 +87,11 @@ class Partition:
 
 
 def plan_partitions(
-    lengths: Sequence[int] | Int[ndarray, " S"], *, packing: Packing, partition_cells: int, partition_samples: int
+    lengths: Sequence[int] | Int[ndarray, " S"],
+    *,
+    packing: Packing,
+    partition_samples: int,
+    partition_cells: int = PARTITION_CELLS,
 ) -> list[Partition]:
     """The partitions of a split, in corpus order, from token lengths alone.
 
@@ -111,6 +109,12 @@ def plan_partitions(
     if len(lengths):
         partitions.append(Partition(len(partitions), start, len(lengths), filled))
     return partitions
+
+
+def count_row_cells(partitions: Sequence[Partition]) -> int:
+    """C: the cells in every row of a map array: `PARTITION_CELLS`, or whole chunks enough for a longer sample alone."""
+    longest = max(partition.num_cells for partition in partitions)
+    return max(PARTITION_CELLS, -(-longest // CHUNK_CELLS) * CHUNK_CELLS)
 
 
 def place_samples(

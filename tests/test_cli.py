@@ -5,10 +5,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from pipeline.cli import main
+from pipeline.readers import list_datasets
 
 OLA = [sys.executable, "-m", "pipeline.cli"]
 
@@ -328,3 +330,65 @@ def test_a_config_with_fewer_layers_than_the_weights_is_refused(
 def test_control_characters_of_a_name_do_not_reach_the_terminal(tiny_bert, store, capsys):
     assert materialize(tiny_bert, "text:\x1b[31mred.txt", store) == 2
     assert "\x1b" not in capsys.readouterr().err
+
+
+def test_up_to_date_is_not_said_of_a_version_with_missing_objects(tiny_bert, lines_file, store, capsys):
+    materialize(tiny_bert, f"text:{lines_file}", store)
+    (shard,) = store.glob("tiny-bert/lines/all/*/order_2/c/0/0")
+    shard.unlink()
+    capsys.readouterr()
+    assert materialize(tiny_bert, f"text:{lines_file}", store) == 1
+    printed = capsys.readouterr()
+    assert str(shard) in printed.err
+    assert "up to date" not in printed.out
+
+
+def test_a_listing_names_what_is_damaged_and_lists_the_rest(tiny_bert, lines_file, store, capsys):
+    materialize(tiny_bert, f"text:{lines_file}", store, "--tag", "kept")
+    folder = store / "tiny-bert" / "lines" / "all"
+    (folder / "_tags" / "stray.json").write_text("{}")
+    (folder / "v7.json").write_text("no manifest")
+    (folder / "v\u0663.json").write_text("no version")
+    (store / "a copy").mkdir()
+    (store / "a copy" / "lines").symlink_to(store / "tiny-bert" / "lines")
+    capsys.readouterr()
+    assert run("ls", "--json", "--store", store) == 1
+    printed = capsys.readouterr()
+    assert [entry["ref"] for entry in json.loads(printed.out)] == ["tiny-bert/lines/all@v1"]
+    for damaged in ("stray.json", "v7.json", "a copy"):
+        assert damaged in printed.err
+    assert run("show", "tiny-bert/lines/all@v1", "--store", store) == 1
+    assert "tiny-bert/lines/all@v1" in capsys.readouterr().out
+
+
+def test_a_long_maximum_length_costs_nothing_where_texts_are_short(build_model, lines_file, store, tmp_path):
+    folder = build_model(tmp_path / "long", "llama", max_position_embeddings=10**9, add_special_tokens=False)
+    assert materialize(folder, f"text:{lines_file}", store, "--max-length", 10**9) == 0
+    assert materialize(folder, f"text:{lines_file}", store) == 0
+    long, default = (entry.bytes for entry in list_datasets(store))
+    assert long == default
+
+
+def test_texts_with_control_characters_are_drawn_as_valid_svg(tiny_bert, store, tmp_path):
+    file = tmp_path / "odd.txt"
+    file.write_text("vertical\x0btab and \x1b escape & <tag>\n", encoding="utf-8")
+    materialize(tiny_bert, f"text:{file}", store)
+    pictures = [tmp_path / "a.svg", tmp_path / "b.svg"]
+    for picture in pictures:
+        assert run("plot", "tiny-bert/odd/all", "--sample", 0, "--output", picture, "--store", store) == 0
+    ElementTree.parse(pictures[0])
+    assert pictures[0].read_bytes() == pictures[1].read_bytes()
+
+
+def test_a_key_that_stands_twice_is_refused(tiny_bert, store, tmp_path, capsys):
+    file = tmp_path / "twice.jsonl"
+    file.write_text('{"text": "a"}\n{"text": "a", "text": "b"}\n')
+    assert materialize(tiny_bert, f"jsonl:{file}", store) == 2
+    assert "twice.jsonl:2: not a JSON object (key 'text' stands twice)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "x" * 300])
+def test_a_path_too_long_is_refused(name, tiny_bert, lines_file, tmp_path, capsys):
+    assert materialize(tiny_bert, f"text:{lines_file}", tmp_path / name) == 2
+    assert run("ls", "--store", tmp_path / name) == 2
+    assert len(capsys.readouterr().err) < 1200

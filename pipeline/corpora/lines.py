@@ -46,9 +46,17 @@ def read_jsonl(path: Path) -> SplitRecords:
     return require_samples(samples, path, num_skipped)
 
 
+def _refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} stands twice")
+    return values
+
+
 def _parse_object(line: str, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = json.loads(line, object_pairs_hook=_refuse_repeats)
     except (ValueError, RecursionError) as error:
         raise CorpusFormatError(f"{where}: not a JSON object ({error}); write one object a line") from None
     if not isinstance(record, dict):

@@ -21,11 +21,14 @@ def plot_sample(dataset: OlaDataset, index: int, output: Path) -> None:
         raise InvalidRecipeError(f"cannot draw to {output}: name a .png or .svg file")
     if not 0 <= index < len(dataset):
         raise InvalidRecipeError(f"{dataset.ref} has samples 0 to {len(dataset) - 1}, asked for {index}")
+    import matplotlib
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
 
     item = dataset[index]
     text = item.sample.text
+    # Control characters have no glyph, and some may not stand in XML.
+    text = "".join(char if char.isprintable() else " " for char in text)
     labels = [text[start:stop].strip() or "[ ]" for start, stop in item.offsets.tolist()]
     side = max(2.5, _INCHES_A_TOKEN * len(labels))
     figure = Figure(figsize=((side + 0.3) * len(dataset.maps) + 1, side + 2.2), layout="constrained")
@@ -38,4 +41,6 @@ def plot_sample(dataset: OlaDataset, index: int, output: Path) -> None:
         axis.set_xlabel("key")
     axes[0].set_ylabel("query")
     figure.suptitle(f"{dataset.ref}, sample {index}", parse_math=False)
-    figure.savefig(output, dpi=120, metadata={"Date": None} if output.suffix == ".svg" else {})
+    # The salt makes the ids in an SVG, and so its bytes, the same each time.
+    with matplotlib.rc_context({"svg.hashsalt": "ola"}):
+        figure.savefig(output, dpi=120, metadata={"Date": None} if output.suffix == ".svg" else {})

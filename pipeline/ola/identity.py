@@ -99,8 +99,11 @@ def identify_model(model: str, *, trust_remote_code: bool = False) -> ModelIdent
         hub_id = registered.hub_id if registered else model
         folder, commit = fetch_from_hub(hub_id, registered, trust_remote_code=trust_remote_code)
         name, revision = (model if registered else hub_id.partition("@")[0]), f"commit:{commit}"
-    _check_files(folder, name)
-    facts = _recall_facts(folder, name, trust_remote_code, hash_files=revision is None)
+    try:
+        _check_files(folder, name)
+        facts = _recall_facts(folder, name, trust_remote_code, hash_files=revision is None)
+    except OSError as error:
+        raise UnknownModelError(f"{name}: {error.filename or folder} cannot be read: {error.strerror}") from None
     return ModelIdentity(
         name=name,
         path=folder,
@@ -119,9 +122,13 @@ def _is_local(model: str) -> bool:
     if not model:
         raise UnknownModelError("unknown model '': the name is empty; `ola models` lists the registry")
     path = expand_home(model)
-    if path.is_dir():
+    try:
+        is_folder, exists = path.is_dir(), path.exists()
+    except (OSError, ValueError) as error:
+        raise UnknownModelError(f"the model {model[:100]!r} cannot be looked up as a directory: {error}") from None
+    if is_folder:
         return True
-    if path.exists():
+    if exists:
         raise UnknownModelError(f"{model} is a file; a local model is a directory with config.json and *.safetensors")
     if model.startswith((".", "/", "~")):
         raise UnknownModelError(f"there is no model directory {model}")

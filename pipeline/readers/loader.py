@@ -143,7 +143,7 @@ class Loader:
         try:
             fingerprint, shuffle = str(state["fingerprint"]), state["shuffle"]
             seed, epoch, consumed = int(state["seed"]), int(state["epoch"]), int(state["samples_consumed"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise InvalidRecipeError(f"not a loader state: {type(error).__name__}: {error}") from None
         if fingerprint != self.dataset.recipe.fingerprint:
             raise InvalidRecipeError(

@@ -1,11 +1,13 @@
 """The Zarr arrays of a version: how they are created, with which codecs."""
 
+from collections.abc import Sequence
+
 import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec
 from zarr.storage import LocalStore
 
 from pipeline.store.folder import StoreFolder
-from storage_schema.arrays import CHUNK_CELLS, INDEX_ARRAYS, Packing, count_partition_cells, name_array
+from storage_schema.arrays import CHUNK_CELLS, INDEX_ARRAYS, Packing, Partition, count_row_cells, name_array
 from storage_schema.recipe import Recipe
 from storage_schema.refs import Dataset
 
@@ -26,7 +28,7 @@ def create_group(
     num_layers: int,
     num_samples: int,
     num_tokens: int,
-    num_partitions: int,
+    partitions: Sequence[Partition],
 ) -> zarr.Group:
     """A new group with every array of the version, empty."""
     group = zarr.open_group(LocalStore(store.group_path(dataset, recipe.fingerprint)), mode="w")
@@ -43,11 +45,11 @@ def create_group(
             attributes={"meaning": index.meaning},
             config={"write_empty_chunks": True},  # so that every index object exists, also one of zeros alone
         )
-    cells = count_partition_cells(recipe.max_length, packing)
+    cells = count_row_cells(partitions)
     for name in recipe.maps:
         group.create_array(
             name_array(name),
-            shape=(num_partitions, cells),
+            shape=(len(partitions), cells),
             dtype=recipe.store_dtype,
             chunks=(1, CHUNK_CELLS),
             shards=(1, cells),

@@ -4,10 +4,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.store.folder import open_store
-from pipeline.store.versions import list_datasets as list_stored_datasets
-from pipeline.store.versions import list_tags, list_versions
-from storage_schema.paths import expand_home
+from pipeline.store.folder import is_unclaimed, open_store
+from pipeline.store.versions import Version, iter_versions, list_tags
+from storage_schema.errors import OlaError
 
 
 @dataclass(frozen=True)
@@ -36,22 +35,45 @@ def list_datasets(store: str | Path | None = None) -> list[DatasetEntry]:
     Raises:
         StoreAccessError: the path is a file, a URL, or a folder that is no store.
         NewerFormatError: a later release wrote the store or a manifest.
-        CorruptedObjectError: a manifest is not what was written.
+        CorruptedObjectError: a manifest or a tag is not what was written.
+        InvalidNameError: a folder that holds a manifest has a name that may not stand in a ref.
     """
+    entries, damage = survey_datasets(store)
+    if damage:
+        raise damage[0]
+    return entries
+
+
+def survey_datasets(store: str | Path | None = None) -> tuple[list[DatasetEntry], list[OlaError]]:
+    """What `list_datasets` gives, with the errors of single versions and tags beside it instead of in its place."""
     chosen = choose_store(store)
-    if "://" not in chosen and not expand_home(chosen).exists():
-        return []
+    if "://" not in chosen and is_unclaimed(chosen):
+        return [], []
     folder = open_store(chosen)
-    return [
-        DatasetEntry(
-            ref=str(version.ref),
-            fingerprint=version.manifest.recipe.fingerprint,
-            samples=version.manifest.counts.samples,
-            tokens=version.manifest.counts.tokens,
-            maps=version.manifest.recipe.maps,
-            bytes=version.manifest.num_bytes,
-            tags=tuple(list_tags(folder, version)),
-        )
-        for dataset in list_stored_datasets(folder)
-        for version in list_versions(folder, dataset)
-    ]
+    entries: list[DatasetEntry] = []
+    damage: list[OlaError] = []
+    for read_version in iter_versions(folder):
+        try:
+            version = read_version()
+        except OlaError as error:
+            damage.append(error)
+            continue
+        tags: list[str] = []
+        try:
+            tags = list_tags(folder, version)
+        except OlaError as error:
+            damage.append(error)
+        entries.append(_describe(version, tags))
+    return entries, list({str(error): error for error in damage}.values())
+
+
+def _describe(version: Version, tags: list[str]) -> DatasetEntry:
+    return DatasetEntry(
+        ref=str(version.ref),
+        fingerprint=version.manifest.recipe.fingerprint,
+        samples=version.manifest.counts.samples,
+        tokens=version.manifest.counts.tokens,
+        maps=version.manifest.recipe.maps,
+        bytes=version.manifest.num_bytes,
+        tags=tuple(tags),
+    )

@@ -71,6 +71,8 @@ def open_store(store: str | Path) -> StoreFolder:
     try:
         values = json.loads(marker.read_bytes())
         version = values["ola_store"]
+        if type(version) is not int or version < 1:
+            raise ValueError
     except FileNotFoundError:
         raise StoreAccessError(f"{path} is no store: it has no {_MARKER}; name another folder with --store") from None
     except (ValueError, KeyError, TypeError):
@@ -79,7 +81,7 @@ def open_store(store: str | Path) -> StoreFolder:
         ) from None
     except OSError as error:
         raise StoreAccessError(f"the store {path} cannot be read: {error.strerror}") from None
-    if not isinstance(version, int) or version > STORE_FORMAT:
+    if version > STORE_FORMAT:
         raise NewerFormatError(
             f"the store {path} has format {version}, this release reads up to {STORE_FORMAT}; upgrade to use it"
         )
@@ -123,11 +125,23 @@ def check_writable(store: str | Path) -> None:
 
 
 def is_unclaimed(store: str | Path) -> bool:
-    """Whether a store may be made there: nothing is there yet, or nothing but another process's beginning of one."""
+    """Whether a store may be made there: nothing is there yet, or nothing but another process's beginning of one.
+
+    Raises:
+        StoreAccessError: the folder cannot be looked into, or its path is no path.
+    """
     path = _local_path(store)
-    if not path.exists():
-        return True
-    return path.is_dir() and all(_is_partial_of(_MARKER, entry) for entry in path.iterdir())
+    try:
+        if not path.exists():
+            return True
+        return path.is_dir() and all(_is_partial_of(_MARKER, entry) for entry in path.iterdir())
+    except OSError as error:
+        raise StoreAccessError(f"the store {_shorten(path)} cannot be read: {error.strerror}; choose another") from None
+
+
+def _shorten(path: Path) -> str:
+    text = str(path)
+    return text if len(text) <= 200 else f"{text[:100]}...{text[-90:]}"
 
 
 def _is_partial_of(name: str, path: Path) -> bool:

@@ -5,7 +5,6 @@ Whatever is not as the manifest says raises by name. Nothing is written.
 """
 
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,11 @@ from numpy import ndarray
 from zarr.storage import LocalStore
 
 from pipeline.store.folder import StoreFolder, hash_bytes
+from pipeline.store.presence import check_presence, check_size, describe_remedy
 from pipeline.store.samples import read_samples_table
 from pipeline.store.versions import Version
 from storage_schema.arrays import CHUNK_CELLS, INDEX_ARRAYS, name_array
-from storage_schema.errors import CorruptedObjectError, MissingObjectError
+from storage_schema.errors import CorruptedObjectError
 from storage_schema.recipe import MapName
 
 
@@ -40,40 +40,20 @@ class StoredVersion:
         self.store, self.version, self.manifest = store, version, version.manifest
         self.path = store.dataset_path(self.manifest.dataset) / self.manifest.folder
         self._checked: set[str] = set()
-        for name, stored in self.manifest.objects.items():
-            self._check_size(self.path / name, stored.num_bytes)
-        self._check_size(store.path / self.manifest.samples_path, self.manifest.samples.num_bytes)
-
-    def _check_size(self, path: Path, expected: int) -> None:
-        try:
-            size = path.stat().st_size
-        except (FileNotFoundError, NotADirectoryError):
-            raise MissingObjectError(f"{self.version.ref}: object {path} is missing; {self._remedy}") from None
-        except OSError as error:
-            raise CorruptedObjectError(
-                f"{self.version.ref}: object {path} cannot be read: {error.strerror}; {self._remedy}"
-            ) from None
-        if size != expected:
-            raise CorruptedObjectError(
-                f"{self.version.ref}: object {path} has {size} bytes, its manifest says {expected}; {self._remedy}"
-            )
+        check_presence(store, version)
 
     def _check_object(self, name: str) -> None:
         # Presence and size at every reading, since Zarr takes a missing object for zeros; the digest at the first one,
         # since a checksum inside an object does not tell that it stands in another's place.
         path, stored = self.path / name, self.manifest.objects[name]
-        self._check_size(path, stored.num_bytes)
+        check_size(self.version, path, stored.num_bytes)
         if name not in self._checked:
             if hash_bytes(path.read_bytes()) != stored.sha256:
                 raise CorruptedObjectError(
                     f"{self.version.ref}: object {path} is not the one that was written (its SHA-256 differs); "
-                    f"{self._remedy}"
+                    f"{describe_remedy(self.version)}"
                 )
             self._checked.add(name)
-
-    @property
-    def _remedy(self) -> str:
-        return f"`ola verify {self.version.ref}` lists all damage; restore it from a copy, or materialize elsewhere"
 
     @cached_property
     def _group(self) -> zarr.Group:
@@ -119,5 +99,5 @@ class StoredVersion:
         except Exception as error:
             raise CorruptedObjectError(
                 f"{self.version.ref}: {self.path / chunks} cannot be read "
-                f"({type(error).__name__}: {error}); {self._remedy}"
+                f"({type(error).__name__}: {error}); {describe_remedy(self.version)}"
             ) from error

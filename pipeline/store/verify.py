@@ -7,7 +7,7 @@ import numpy as np
 from pipeline.store.folder import StoreFolder, read_object
 from pipeline.store.open import StoredVersion
 from pipeline.store.versions import Version
-from storage_schema.arrays import count_cells, count_partition_cells, place_samples, plan_partitions, unpack_map
+from storage_schema.arrays import count_cells, place_samples, plan_partitions, unpack_map
 from storage_schema.errors import DamagedError
 from storage_schema.samples import compute_content_hash, from_table, split_sample_id
 
@@ -70,7 +70,6 @@ def _check_index(opened: StoredVersion) -> Iterator[str]:
     planned = plan_partitions(
         index["length"],
         packing=manifest.packing,
-        partition_cells=count_partition_cells(manifest.recipe.max_length, manifest.packing),
         partition_samples=manifest.recipe.partition_samples,
     )
     for name, expected_values in zip(

@@ -2,8 +2,9 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pipeline.store.folder import StoreFolder, put_if_absent, replace_object
@@ -28,14 +29,15 @@ class Version:
         return Ref(self.manifest.dataset, f"v{self.number}")
 
 
-def list_datasets(store: StoreFolder) -> list[Dataset]:
-    """Every dataset that has a finished version, sorted."""
-    found = {
-        Dataset(*manifest.parent.relative_to(store.path).parts)
-        for manifest in store.path.glob("[!._]*/[!._]*/[!._]*/v*.json")
-        if _MANIFEST_NAME.fullmatch(manifest.name)
-    }
-    return sorted(found)
+def iter_versions(store: StoreFolder) -> Iterator[Callable[[], Version]]:
+    """A reader of each manifest in the store, by dataset and number; a reader raises what is wrong with its own."""
+    for folder in sorted({path.parent for path in store.path.glob("[!._]*/[!._]*/[!._]*/v*.json")}):
+        for number, path in sorted(_iter_numbered(folder)):
+            yield partial(_read_in_place, store, number, path)
+
+
+def _read_in_place(store: StoreFolder, number: int, path: Path) -> Version:
+    return _read_version(Dataset(*path.parent.relative_to(store.path).parts), number, path)
 
 
 def list_versions(store: StoreFolder, dataset: Dataset) -> list[Version]:
@@ -49,14 +51,22 @@ def list_versions(store: StoreFolder, dataset: Dataset) -> list[Version]:
 
 
 def _read_version(dataset: Dataset, number: int, path: Path) -> Version:
-    manifest = Manifest.decode(path.read_bytes(), str(path))
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CorruptedObjectError(f"{path} cannot be read: {error.strerror}; restore it from a copy") from None
+    manifest = Manifest.decode(data, str(path))
     if manifest.dataset != dataset:
         raise CorruptedObjectError(f"{path} is the manifest of {manifest.dataset}, not of {dataset}; put it back there")
     return Version(number, manifest)
 
 
 def _iter_manifests(store: StoreFolder, dataset: Dataset) -> Iterator[tuple[int, Path]]:
-    for path in store.dataset_path(dataset).glob("v*.json"):
+    return _iter_numbered(store.dataset_path(dataset))
+
+
+def _iter_numbered(folder: Path) -> Iterator[tuple[int, Path]]:
+    for path in folder.glob("v*.json"):
         if match := _MANIFEST_NAME.fullmatch(path.name):
             yield int(match[1]), path
 
@@ -77,7 +87,7 @@ def resolve_ref(store: StoreFolder, text: str) -> Version:
     ref = parse_ref(text)
     paths = dict(sorted(_iter_manifests(store, ref.dataset)))
     if not paths:
-        known = ", ".join(map(str, list_datasets(store))) or "none"
+        known = ", ".join(_list_names(store)) or "none"
         raise DatasetNotFoundError(f"the store {store.path} has no dataset {ref.dataset}; it has: {known}")
     number = max(paths) if ref.version == "latest" else ref.number
     if number in paths:
@@ -94,6 +104,11 @@ def resolve_ref(store: StoreFolder, text: str) -> Version:
     return chosen[0]
 
 
+def _list_names(store: StoreFolder) -> list[str]:
+    folders = {path.parent for path in store.path.glob("[!._]*/[!._]*/[!._]*/v*.json")}
+    return sorted(folder.relative_to(store.path).as_posix() for folder in folders)
+
+
 def _tag_path(store: StoreFolder, dataset: Dataset, tag: str) -> Path:
     return store.dataset_path(dataset) / "_tags" / f"{tag}.json"
 
@@ -108,7 +123,7 @@ def _read_tag(store: StoreFolder, ref: Ref) -> str:
     except FileNotFoundError:
         tags = ", ".join(sorted(other.stem for other in path.parent.glob("*.json"))) or "none"
         raise DatasetNotFoundError(f"dataset {ref.dataset} has no tag {ref.version!r}; tags: {tags}") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OSError):
         raise CorruptedObjectError(f"{path} is not a tag; set it again with `ola tag`") from None
 
 

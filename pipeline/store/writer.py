@@ -90,7 +90,7 @@ class VersionWriter:
                 record.unlink()
             group = create_group(
                 store, dataset, recipe, packing=packing, num_layers=num_layers,
-                num_samples=len(index["length"]), num_tokens=len(index["input_ids"]), num_partitions=len(partitions),
+                num_samples=len(index["length"]), num_tokens=len(index["input_ids"]), partitions=partitions,
             )  # fmt: skip
             for name, values in index.items():
                 _open_array(group, name)[...] = values

@@ -18,7 +18,6 @@ from storage_schema.errors import InvalidRecipeError, UnsupportedModelError
 from storage_schema.samples import Sample
 
 _TEXTS_AT_ONCE = 1000
-_PROBE = "The cat sat on 12 mats, and we saw it."
 
 
 @dataclass(frozen=True)
@@ -64,20 +63,7 @@ def load_tokenizer(path: Path, name: str, *, trust_remote_code: bool = False) ->
             "convert it to tokenizer.json"
         )
     tokenizer.truncation_side = "right"
-    _check_vocabulary(tokenizer, name)
     return tokenizer
-
-
-def _check_vocabulary(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
-    # Files of another kind of tokenizer load without an error and then know no word at all.
-    try:
-        tokens = set(tokenizer(_PROBE, add_special_tokens=False, padding=False)["input_ids"])
-    except Exception as error:
-        raise UnsupportedModelError(f"{name}: its tokenizer does not encode a plain text: {error}") from None
-    if not tokens - {tokenizer.unk_token_id}:
-        raise UnsupportedModelError(
-            f"{name}: its tokenizer knows none of the words of {_PROBE!r}; are its files those of the model?"
-        )
 
 
 def encode_samples(
@@ -94,7 +80,7 @@ def encode_samples(
 
     Raises:
         InvalidRecipeError: `max_length` leaves no room for a token beside the special ones.
-        UnsupportedModelError: the tokenizer makes no token of some sample; names it.
+        UnsupportedModelError: the tokenizer fails, or makes no token of some sample (named).
     """
     num_special = tokenizer.num_special_tokens_to_add()
     if max_length <= num_special:
@@ -110,13 +96,16 @@ def encode_samples(
     for first in range(0, len(samples), _TEXTS_AT_ONCE):
         window = samples[first : first + _TEXTS_AT_ONCE]
         # Some tokenizer files carry padding and truncation of their own; both are said here, so theirs are off.
-        encodings = tokenizer(
-            [sample.text for sample in window],
-            padding=False,
-            truncation=True,
-            max_length=max_length,
-            split_special_tokens=True,
-        ).encodings
+        try:
+            encodings = tokenizer(
+                [sample.text for sample in window],
+                padding=False,
+                truncation=True,
+                max_length=max_length,
+                split_special_tokens=True,
+            ).encodings
+        except Exception as error:  # tokenizers raise bare ones, such as for a vocabulary without its unknown token
+            raise UnsupportedModelError(f"the tokenizer cannot encode the texts: {error}") from None
         assert encodings is not None
         for sample, encoding in zip(window, encodings, strict=True):
             if not encoding.ids:
@@ -144,3 +133,18 @@ def encode_samples(
         num_truncated=num_truncated,
         num_words_without_token=num_words_without_token,
     )
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerFast, tokens: TokenTable, name: str) -> None:
+    """Nothing, where at least one word of the corpus is a token that the tokenizer knows.
+
+    Files of another kind of tokenizer load without an error and then know no word at all.
+
+    Raises:
+        UnsupportedModelError: every word became the unknown token, or none.
+    """
+    known = set(tokens.input_ids[tokens.word_ids != NO_WORD].tolist())
+    if not known - {tokenizer.unk_token_id}:
+        raise UnsupportedModelError(
+            f"{name}: its tokenizer knows none of the corpus's words; are its files those of the model?"
+        )

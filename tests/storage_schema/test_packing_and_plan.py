@@ -11,7 +11,7 @@ from storage_schema.arrays import (
     INDEX_ARRAYS,
     PARTITION_CELLS,
     count_cells,
-    count_partition_cells,
+    count_row_cells,
     name_array,
     pack_map,
     place_samples,
@@ -98,18 +98,16 @@ def test_runs_of_samples_are_disjoint_and_fill_their_partition(lengths, plan):
 @given(st.integers(1, 20_000), packings)
 @settings(deadline=None, max_examples=100)
 def test_a_row_of_cells_holds_the_longest_sample_in_whole_chunks(max_length, packing):
-    cells = count_partition_cells(max_length, packing)
+    cells = count_row_cells(plan_partitions([1, max_length], packing=packing, partition_samples=1))
     assert cells % CHUNK_CELLS == 0
     assert cells >= count_cells(max_length, packing)
     assert cells == PARTITION_CELLS or cells - CHUNK_CELLS < count_cells(max_length, packing)
 
 
 def test_a_partition_closes_at_four_mebicells():
-    assert count_partition_cells(512, "full") == 4 * 1024 * 1024
     lengths = [512] * 33
-    (first, second, third) = plan_partitions(
-        lengths, packing="full", partition_cells=PARTITION_CELLS, partition_samples=1024
-    )
+    (first, second, third) = plan_partitions(lengths, packing="full", partition_samples=1024)
+    assert count_row_cells([first, second, third]) == 4 * 1024 * 1024
     assert (first.stop, second.stop, third.stop) == (16, 32, 33)
     assert first.num_cells == PARTITION_CELLS
 

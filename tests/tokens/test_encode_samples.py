@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.ola.identity import identify_model
 from pipeline.tokens import encode
-from pipeline.tokens.encode import encode_samples, load_tokenizer
+from pipeline.tokens.encode import check_vocabulary, encode_samples, load_tokenizer
 from storage_schema.errors import InvalidRecipeError, UnknownModelError, UnsupportedModelError
 from storage_schema.samples import Sample
 
@@ -275,8 +275,25 @@ WORD_LEVEL = (
 def test_a_vocabulary_that_its_tokenizer_does_not_read_is_refused(tmp_path, architecture, files):
     for file, content in {"config.json": json.dumps({"model_type": architecture}), **files}.items():
         (tmp_path / file).write_text(content)
-    with pytest.raises(UnsupportedModelError, match="own-model"):
-        load_tokenizer(tmp_path, "own-model")
+    with pytest.raises(UnsupportedModelError):  # noqa: PT012 - which of the three notices differs
+        tokenizer = load_tokenizer(tmp_path, "own-model")
+        tokens = encode_samples(tokenizer, [make_sample("We left early.")], 9)
+        check_vocabulary(tokenizer, tokens, "own-model")
+
+
+def test_a_vocabulary_of_another_language_than_english_is_no_fault(tmp_path):
+    vocabulary = '{"[UNK]": 0, "acg": 1, "tta": 2}'
+    model = f'{{"type": "WordLevel", "vocab": {vocabulary}, "unk_token": "[UNK]"}}'
+    splitter = '{"type": "Whitespace"}'
+    (tmp_path / "tokenizer.json").write_text(
+        f'{{"version": "1.0", "added_tokens": [], "pre_tokenizer": {splitter}, "model": {model}}}'
+    )
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    tokenizer = load_tokenizer(tmp_path, "own-model")
+    tokens = encode_samples(tokenizer, [make_sample("acg tta acg")], 9)
+    check_vocabulary(tokenizer, tokens, "own-model")
+    assert tokens.input_ids.tolist() == [1, 2, 1]
 
 
 def test_a_tokenizer_without_character_offsets_is_refused(tmp_path):
