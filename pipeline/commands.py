@@ -33,7 +33,6 @@ def materialize(options: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.markup import escape
 
-    from pipeline.materialize import BATCH_TOKENS
     from pipeline.plan import find_finished, plan_versions
 
     maps = parse_maps(options.maps)
@@ -58,13 +57,13 @@ def materialize(options: argparse.Namespace) -> int:
             partition_samples=options.partition_samples,
             trust_remote_code=options.trust_remote_code,
         )
-    store, batch_tokens = choose_store(options.store), options.batch_tokens or BATCH_TOKENS
+    store = choose_store(options.store)
     if options.dry_run:
-        return _estimate(plans, store, options.device, batch_tokens, find_finished)
-    return _run_plans(plans, store, options, batch_tokens)
+        return _estimate(plans, store, options, find_finished)
+    return _run_plans(plans, store, options)
 
 
-def _run_plans(plans: "list[Plan]", store: str, options: argparse.Namespace, batch_tokens: int) -> int:
+def _run_plans(plans: "list[Plan]", store: str, options: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -78,6 +77,9 @@ def _run_plans(plans: "list[Plan]", store: str, options: argparse.Namespace, bat
         tasks: dict[tuple[str, str], Any] = {}
 
         def report(dataset: str, stage: str, done: int, total: int) -> None:
+            if stage == "halve":
+                progress.console.print(f"out of memory with {total} texts in a batch; going on with {done}")
+                return
             if (dataset, stage) not in tasks:
                 text = f"{dataset} waits for another process" if stage == "wait" else f"{dataset} {stage}"
                 tasks[dataset, stage] = progress.add_task(text, total=total)
@@ -85,7 +87,12 @@ def _run_plans(plans: "list[Plan]", store: str, options: argparse.Namespace, bat
 
         results.extend(
             materialize_plans(
-                plans, store, device=options.device, batch_tokens=batch_tokens, tag=options.tag, report=report
+                plans,
+                store,
+                device=options.device,
+                batch_tokens=options.batch_tokens,
+                tag=options.tag,
+                report=report,
             )
         )
     _print_table(
@@ -125,7 +132,7 @@ def _report_losses(result: Any) -> None:
             say(f"{result.version.ref}: {number} {what}")
 
 
-def _estimate(plans: "list[Plan]", store: str, device: str, batch_tokens: int, find_finished: Any) -> int:
+def _estimate(plans: "list[Plan]", store: str, options: argparse.Namespace, find_finished: Any) -> int:
     from pipeline.estimate import estimate_plan
     from pipeline.store.folder import check_writable
 
@@ -136,7 +143,7 @@ def _estimate(plans: "list[Plan]", store: str, device: str, batch_tokens: int, f
         if finished is not None:
             rows.append((str(finished.ref), "-", "-", "-", "up to date"))
             continue
-        cost = estimate_plan(plan, device=device, batch_tokens=batch_tokens)
+        cost = estimate_plan(plan, device=options.device, batch_tokens=options.batch_tokens)
         rows.append((str(plan.dataset), cost.samples, cost.tokens, cost.most_bytes, f"{cost.seconds:.0f}"))
     _print_table(("would make", "samples", "tokens", "bytes at most", "seconds"), rows)
     return 0

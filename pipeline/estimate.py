@@ -22,7 +22,7 @@ class Estimate:
     """On this device, from a few batches of the real texts."""
 
 
-def estimate_plan(plan: Plan, *, device: str, batch_tokens: int) -> Estimate:
+def estimate_plan(plan: Plan, *, device: str, batch_tokens: int | None = None) -> Estimate:
     """Samples, tokens, bytes and time of a plan: tokenizes all of it and runs a few batches of the real model.
 
     Raises:
@@ -31,19 +31,20 @@ def estimate_plan(plan: Plan, *, device: str, batch_tokens: int) -> Estimate:
     import numpy as np
     import torch
 
-    from pipeline.extraction import prepare_plans
+    from pipeline.extraction import BatchRunner, prepare_plans
     from pipeline.tokens.batches import iter_batches, plan_batches
 
     recipe = plan.recipe
     model, by_dataset = prepare_plans([plan], device)
     tokens = by_dataset[plan.dataset]
-    num_batches = len(plan_batches(tokens.lengths, batch_tokens))
+    runner = BatchRunner(model, batch_tokens)
+    num_batches = len(plan_batches(tokens.lengths, runner.batch_tokens))
     chosen = set(np.linspace(0, num_batches - 1, min(num_batches, _TIMED_BATCHES + 1), dtype=int).tolist())
     seconds = []
-    for position, (_, input_ids, mask) in enumerate(iter_batches(tokens, 0, len(tokens.lengths), batch_tokens)):
+    for position, (_, input_ids, mask) in enumerate(iter_batches(tokens, 0, len(tokens.lengths), runner.batch_tokens)):
         if position in chosen:
             began = time.monotonic()
-            model.compute_maps(torch.from_numpy(input_ids), torch.from_numpy(mask), recipe.maps).cpu()
+            runner.run(input_ids, mask, recipe.maps, getattr(torch, recipe.store_dtype))
             seconds.append(time.monotonic() - began)
     timed = seconds[1:] or seconds  # the first pass also warms up
     cells = sum(count_cells(int(length), model.packing) for length in tokens.lengths)

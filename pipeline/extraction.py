@@ -1,6 +1,6 @@
 """One partition's maps: batches of tokens through the model, packed into the cells that are stored.
 
-Axis names: S samples, T tokens of one sample.
+Axis names: S samples, B batch, M maps, T tokens of one sample.
 """
 
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int, Integer, Shaped
 from numpy import ndarray
 
 from pipeline.ola.load import LoadedModel, load_model
@@ -16,10 +16,82 @@ from pipeline.plan import Plan
 from pipeline.tokens.batches import iter_batches
 from pipeline.tokens.encode import TokenTable, check_vocabulary, encode_samples, load_tokenizer
 from storage_schema.arrays import Packing, Partition, name_array, pack_map, place_samples
-from storage_schema.errors import NonFiniteMapError, UnsupportedModelError
+from storage_schema.errors import InvalidRecipeError, NonFiniteMapError, TextTooLargeError, UnsupportedModelError
 from storage_schema.manifest import Counts
+from storage_schema.recipe import MapName
 from storage_schema.refs import Dataset
 from storage_schema.samples import split_sample_id
+
+BATCH_TOKENS = {"cpu": 1024, "cuda": 16 * 1024}
+"""Padded tokens in a batch, by device: on a CPU about what its caches hold, on a GPU enough to keep it busy."""
+
+
+class BatchRunner:
+    """Runs batches through a model; from the moment one does not fit into memory, in halves."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        batch_tokens: int | None = None,
+        on_halve: Callable[[int, int], None] = lambda *_: None,
+    ) -> None:
+        """Args:
+        batch_tokens: padded tokens in a batch; default that of the model's device.
+        on_halve: hears, at the first halving only, how many rows of how many are tried next.
+        """
+        if batch_tokens is not None and batch_tokens < 1:
+            raise InvalidRecipeError(f"batch_tokens is {batch_tokens}; expected 1 or more")
+        self.batch_tokens = batch_tokens or BATCH_TOKENS.get(model.model.device.type, BATCH_TOKENS["cuda"])
+        self.num_halvings = 0
+        self._model = model
+        self._on_halve = on_halve
+
+    def run(
+        self,
+        input_ids: Integer[ndarray, "B T"],
+        attention_mask: Integer[ndarray, "B T"],
+        maps: tuple[MapName, ...],
+        dtype: torch.dtype,
+    ) -> Shaped[ndarray, "B M T T"]:
+        """The maps of a batch, in `dtype`, on the CPU.
+
+        Raises:
+            NonFiniteMapError: a layer's attention is not finite; names the batch's row and the layer.
+            TextTooLargeError: one row alone does not fit into memory.
+        """
+        parts, start = [], 0
+        while start < len(input_ids):
+            rows = slice(start, start + -(-len(input_ids) // 2**self.num_halvings))
+            ids, mask = torch.from_numpy(input_ids[rows]), torch.from_numpy(attention_mask[rows])
+            try:
+                parts.append(self._model.compute_maps(ids, mask, maps).to(dtype).cpu().numpy())
+                start = rows.stop
+            except NonFiniteMapError as error:
+                raise NonFiniteMapError(str(error), start + error.row, error.layer) from None
+            except (RuntimeError, MemoryError) as error:
+                if not _is_out_of_memory(error):
+                    raise
+            # Outside the handler, whose traceback keeps every tensor of the pass alive.
+            if start < rows.stop:
+                self._halve(len(ids), len(input_ids), input_ids.shape[1])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _halve(self, num_tried: int, num_rows: int, num_tokens: int) -> None:
+        if num_tried == 1:
+            raise TextTooLargeError(
+                f"a text of {num_tokens} tokens does not fit into memory, even alone; lower --max-length, ask for fewer "
+                "or lower orders, or take a device with more memory. What is finished stays for the next run"
+            )
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self.num_halvings += 1
+        if self.num_halvings == 1:
+            self._on_halve(-(-num_tried // 2), num_rows)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # PyTorch's CPU allocator has no error class of its own.
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def prepare_plans(
@@ -44,7 +116,7 @@ def prepare_plans(
     }
     for table in tokens.values():
         check_vocabulary(tokenizer, table, identity.name)
-    model = load_model(identity, compute_dtype=recipe.compute_dtype, device=device)
+    model = load_model(identity, maps=recipe.maps, compute_dtype=recipe.compute_dtype, device=device)
     highest = max(int(table.input_ids.max()) for table in tokens.values())
     if highest >= model.num_embeddings:
         raise UnsupportedModelError(
@@ -57,31 +129,30 @@ def prepare_plans(
 def compute_partition(
     plan: Plan,
     model: LoadedModel,
+    runner: BatchRunner,
     tokens: TokenTable,
     partition: Partition,
     starts: Int[ndarray, " S"],
-    batch_tokens: int,
     advance: Callable[[int], None],
 ) -> dict[str, Float[ndarray, " cells"]]:
     """A partition's cells of each map, by array name, in the stored dtype.
 
-    Batches are a pure function of the partition's token lengths and `batch_tokens`, so that bytes are equal from run to
-    run in one environment.
+    Batches are a pure function of the partition's token lengths and the runner's token budget, so that bytes are equal
+    from run to run in one environment that has memory enough.
 
     Raises:
         NonFiniteMapError: a layer's attention is not finite; names sample and layer.
     """
     recipe = plan.recipe
     columns = {name_array(name): np.empty(partition.num_cells, np.dtype(recipe.store_dtype)) for name in recipe.maps}
-    for indexes, input_ids, mask in iter_batches(tokens, partition.start, partition.stop, batch_tokens):
+    for indexes, input_ids, mask in iter_batches(tokens, partition.start, partition.stop, runner.batch_tokens):
         if tokens.pad_token_id >= model.num_embeddings:  # a padding token that was added after training
             input_ids[mask == 0] = 0
         try:
-            maps = model.compute_maps(torch.from_numpy(input_ids), torch.from_numpy(mask), recipe.maps)
+            values = runner.run(input_ids, mask, recipe.maps, getattr(torch, recipe.store_dtype))
         except NonFiniteMapError as error:
             sample = plan.samples.samples[indexes[error.row]].sample_id
             raise NonFiniteMapError(f"{plan.dataset}, sample {sample}: {error}", error.row, error.layer) from None
-        values = maps.to(getattr(torch, recipe.store_dtype)).cpu().numpy()
         for row, index in enumerate(indexes):
             length, start = int(tokens.lengths[index]), int(starts[index])
             for column, cells in enumerate(columns.values()):

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version as find_library_version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -19,18 +20,18 @@ from storage_schema.recipe import Recipe
 from storage_schema.refs import check_tag
 
 if TYPE_CHECKING:
+    from pipeline.extraction import BatchRunner
     from pipeline.ola.load import LoadedModel
     from pipeline.tokens.encode import TokenTable
 
-BATCH_TOKENS = 4096
-"""Padded tokens in a batch, by default."""
 _RECORDED_LIBRARIES = ("ola-store", "torch", "transformers", "tokenizers", "zarr", "numcodecs", "numpy", "pyarrow")
 
 
 Reporter: TypeAlias = Callable[[str, str, int, int], None]
 """Hears how far the work is: dataset, stage, samples done, samples in all.
 
-Stages are `wait` (another process does this very work), `tokens` and `maps`.
+Stages are `wait` (another process does this very work), `tokens`, `maps`, and `halve` (a batch did not fit into memory:
+rows that are tried next, of all its rows).
 """
 
 
@@ -49,7 +50,7 @@ def materialize(
     *,
     store: str | Path,
     device: str = "auto",
-    batch_tokens: int = BATCH_TOKENS,
+    batch_tokens: int | None = None,
     tag: str | None = None,
     report: Reporter = lambda dataset, stage, done, total: None,
     **settings: Any,
@@ -73,7 +74,7 @@ def materialize_plans(
     store: str | Path,
     *,
     device: str = "auto",
-    batch_tokens: int = BATCH_TOKENS,
+    batch_tokens: int | None = None,
     tag: str | None = None,
     report: Reporter = lambda dataset, stage, done, total: None,
 ) -> Iterator[Materialized]:
@@ -84,7 +85,7 @@ def materialize_plans(
     """
     if tag is not None:
         check_tag(tag)
-    if batch_tokens < 1:
+    if batch_tokens is not None and batch_tokens < 1:
         raise InvalidRecipeError(f"batch_tokens is {batch_tokens}; expected 1 or more")
     began = time.monotonic()
     finished = {plan.dataset: version for plan in plans if (version := find_finished(store, plan))}
@@ -119,10 +120,15 @@ def _sweep_journal(store: StoreFolder, recipe: Recipe) -> None:
 
 
 def _make_version(
-    plan: Plan, store: StoreFolder, model: "LoadedModel", tokens: "TokenTable", batch_tokens: int, report: Reporter
+    plan: Plan,
+    store: StoreFolder,
+    model: "LoadedModel",
+    tokens: "TokenTable",
+    batch_tokens: int | None,
+    report: Reporter,
 ) -> tuple[Version, bool]:
     """The plan's version, and whether it was made here (another process may have made it while this one waited)."""
-    from pipeline.extraction import build_index, compute_partition, count_losses
+    from pipeline.extraction import BatchRunner, build_index, compute_partition, count_losses
     from pipeline.store.samples import write_samples
     from pipeline.store.writer import VersionWriter, own_work
 
@@ -148,14 +154,15 @@ def _make_version(
         )
         missing = writer.list_missing()
         progress = _Progress(report, name, num_samples)
+        runner = BatchRunner(model, batch_tokens, partial(report, name, "halve"))
         progress.advance(num_samples - sum(partition.stop - partition.start for partition in missing))
         for partition in missing:
             writer.write_partition(
                 partition,
-                compute_partition(plan, model, tokens, partition, index["start"], batch_tokens, progress.advance),
+                compute_partition(plan, model, runner, tokens, partition, index["start"], progress.advance),
             )
         version = writer.finish(
-            run=_describe_run(model, batch_tokens, began, len(partitions) - len(missing)),
+            run=_describe_run(model, runner, began, len(partitions) - len(missing)),
             packing=model.packing,
             num_layers=model.num_layers,
             pad_token_id=tokens.pad_token_id,
@@ -177,7 +184,7 @@ class _Progress:
         self._report(self._dataset, "maps", self._done, self._total)
 
 
-def _describe_run(model: "LoadedModel", batch_tokens: int, began: datetime, num_resumed: int) -> dict[str, Any]:
+def _describe_run(model: "LoadedModel", runner: "BatchRunner", began: datetime, num_resumed: int) -> dict[str, Any]:
     import torch
 
     ended = datetime.now(UTC)
@@ -193,7 +200,9 @@ def _describe_run(model: "LoadedModel", batch_tokens: int, began: datetime, num_
         if device.type == "cuda"
         else f"{device.type} {platform.machine()}",
         "threads": torch.get_num_threads(),
-        "batch_tokens": batch_tokens,
+        "attention": model.access.path,
+        "batch_tokens": runner.batch_tokens,
+        "batch_halvings": runner.num_halvings,
         "partitions_taken_over": num_resumed,
         "versions": {
             "python": platform.python_version(),

@@ -14,7 +14,8 @@
     ├── DamagedError                stored bytes are not the recorded ones
     │   ├── MissingObjectError
     │   └── CorruptedObjectError
-    └── NonFiniteMapError           an LM produced NaN or infinity
+    ├── NonFiniteMapError           an LM produced NaN or infinity
+    └── TextTooLargeError           one text alone does not fit into memory
 
 A message says the rule, the value seen, the value expected, whose it is, and what to do next.
 """
@@ -84,3 +85,7 @@ class NonFiniteMapError(OlaError):
     def __init__(self, message: str, row: int, layer: int) -> None:
         super().__init__(message)
         self.row, self.layer = row, layer
+
+
+class TextTooLargeError(OlaError):
+    pass

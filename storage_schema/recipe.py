@@ -14,8 +14,12 @@ RECIPE_SCHEMA = 1
 MapName: TypeAlias = int | str
 """A map's name: an order (1, 2, ...) or a baseline."""
 
-BASELINES = ("rollout",)
-"""Named maps beside the orders: attention rollout (Abnar & Zuidema 2020), stored divided by 2^N."""
+CONTRIBUTION_BASELINES = ("alti", "irnl")
+"""Baselines that need more of a layer than its head-mean attention: ALTI (Ferrando et al. 2022), IRNL (Kobayashi et al.
+2021)."""
+
+BASELINES = (*CONTRIBUTION_BASELINES, "rollout")
+"""Named maps beside the orders; `rollout` (Abnar & Zuidema 2020) is stored divided by 2^N."""
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 STORE_DTYPES = ("float16", "float32")

@@ -1,66 +1,169 @@
 """Head-mean attention, computed inside a model's own attention call.
 
-Axis names: B batch, H query heads, G key heads, Q queries, K keys, D head size.
+Axis names: B batch, H query heads, G key heads, Q queries, K keys, D head size, V value size.
 The function is registered with transformers under a name of its own and is used only inside `reading_attention`; models
 outside it keep theirs.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 # A name that contains "sdpa", "flash_attention" or "flex_attention" would switch on that backend's checks.
 IMPLEMENTATION = "head_mean"
-SCORE_CELLS = 4 * 1024 * 1024
-"""Scores held at once: 16 MiB of float32, or those of one key head's queries where they are more."""
+SCORE_CELLS = {"cpu": 1024 * 1024, "cuda": 32 * 1024 * 1024}
+"""Scores held at once, by device: on a CPU 4 MiB of float32, what its caches hold; more is slower there, not only
+larger."""
+QUERY_BLOCK = {"cpu": 64, "cuda": 1024}
+"""Queries scored at once, by device; keys that none of them sees are not scored at all."""
+
+
+@dataclass(frozen=True)
+class KeySpan:
+    """What a block of queries sees: the mask hides all keys but `keys`, and changes no scores but those of `masked`."""
+
+    queries: slice
+    keys: slice
+    masked: slice
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One layer's attention call: what came in, and the output that goes on."""
+
+    module: torch.nn.Module
+    query: Float[Tensor, "B H Q D"]
+    key: Float[Tensor, "B G K D"]
+    value: Float[Tensor, "B G K V"]
+    attention_mask: Float[Tensor, "B 1 Q K"] | None
+    scaling: float
+    softcap: float | None
+    output: Float[Tensor, "B Q H V"]
+
 
 LayerReader = Callable[[Float[Tensor, "B Q K"]], None]
-_reader: ContextVar[LayerReader | None] = ContextVar("reader", default=None)
+CallReader = Callable[[AttentionCall], None]
 
 
+@dataclass
+class _Reading:
+    read_layer: LayerReader
+    read_call: CallReader
+    spans: dict[int, tuple[Tensor, list[KeySpan]]] = field(default_factory=dict)
+
+    def find_spans(self, mask: Tensor | None, num_queries: int, num_keys: int) -> list[KeySpan]:
+        # All layers of a kind share one mask tensor; it is kept beside its spans, so that its id stays its own.
+        if mask is None:
+            return find_key_spans(None, num_queries, num_keys)
+        if id(mask) not in self.spans:
+            self.spans[id(mask)] = (mask, find_key_spans(mask, num_queries, num_keys))
+        return self.spans[id(mask)][1]
+
+
+_reading: ContextVar[_Reading | None] = ContextVar("reading", default=None)
+
+
+def find_key_spans(mask: Float[Tensor, "B 1 Q K"] | None, num_queries: int, num_keys: int) -> list[KeySpan]:
+    """The key spans of each block of queries, over all texts of the batch.
+
+    Under a causal mask a block sees no later keys, under a sliding window no much earlier ones. Queries that see
+    nothing (padding) get all keys, as eager attention gives them.
+    """
+    spans = []
+    block_size = QUERY_BLOCK.get("cpu" if mask is None else mask.device.type, QUERY_BLOCK["cuda"])
+    for start in range(0, num_queries, block_size):
+        queries = slice(start, min(start + block_size, num_queries))
+        keys, masked = slice(0, num_keys), slice(0, 0)
+        if mask is not None:
+            block = mask[:, 0, queries, :num_keys]
+            seen = block > torch.finfo(mask.dtype).min / 2
+            if seen.any(-1).all():
+                keys = _enclose(seen.any(0).any(0), 0)
+            masked = _enclose((block[..., keys] != 0).any(0).any(0), keys.start)
+        spans.append(KeySpan(queries, keys, masked))
+    return spans
+
+
+def _enclose(flags: Tensor, offset: int) -> slice:
+    places = flags.nonzero()
+    return slice(offset + int(places[0]), offset + int(places[-1]) + 1) if len(places) else slice(0, 0)
+
+
+@torch.no_grad()
 def compute_head_mean_attention(
     query: Float[Tensor, "B H Q D"],
     key: Float[Tensor, "B G K D"],
     value: Float[Tensor, "B G K V"],
-    attention_mask: Float[Tensor, "B _ Q K"] | None,
+    attention_mask: Float[Tensor, "B 1 Q K"] | None,
     scaling: float,
     softcap: float | None = None,
+    spans: list[KeySpan] | None = None,
 ) -> tuple[Float[Tensor, "B Q H V"], Float[Tensor, "B Q K"]]:
     """A layer's attention output and its probabilities averaged over the query heads.
 
     Key heads are shared by `H / G` query heads each; the mean is over query heads (grouped-query attention, Ainslie et
     al. 2023). The mask is added to the scores; `softcap` is Gemma 2's `cap * tanh(score / cap)`.
 
+    Args:
+        spans: `find_key_spans` of the mask; found here where they are not given.
+
     Numerics: scores, softmax and mean are float32; the output has the values' dtype, from probabilities cast to it, as
-    eager attention does.
+    eager attention does. Beside inputs and results, two buffers of `SCORE_CELLS` are held (more only where the scores
+    of `QUERY_BLOCK` queries of one key head are more).
     """
-    batch, num_heads, num_queries, _ = query.shape
+    batch, num_heads, num_queries, head_size = query.shape
     num_groups, num_keys = key.shape[1], key.shape[2]
+    most_cells = SCORE_CELLS.get(query.device.type, SCORE_CELLS["cuda"])
     shared = num_heads // num_groups
-    output = value.new_empty(batch, num_groups, shared, num_queries, value.shape[-1])
     mean = query.new_zeros(batch, num_queries, num_keys, dtype=torch.float32)
-    grouped = query.reshape(batch, num_groups, shared, num_queries, query.shape[-1])
-    mask = None if attention_mask is None else attention_mask[..., :num_keys].float()
-    step = max(1, SCORE_CELLS // (batch * shared * num_queries * num_keys))
-    for first in range(0, num_groups, step):
-        heads = slice(first, first + step)
-        keys = key[:, heads].float().transpose(2, 3).unsqueeze(2)
-        scores = torch.matmul(grouped[:, heads].float() * scaling, keys)
-        if softcap is not None:
-            scores = scores.div_(softcap).tanh_().mul_(softcap)
-        if mask is not None:
-            scores += mask.unsqueeze(2)
-        probabilities = torch.softmax(scores, dim=-1)
-        mean += probabilities.sum(dim=(1, 2))
-        output[:, heads] = torch.matmul(probabilities.to(value.dtype), value[:, heads].unsqueeze(2))
-    return output.flatten(1, 2).transpose(1, 2).contiguous(), mean.div_(num_heads)
+    output = value.new_empty(batch, num_queries, num_groups, shared, value.shape[-1])
+    scaled = query.float() * scaling
+    buffers = scaled.new_empty(2, 0)
+    for span in find_key_spans(attention_mask, num_queries, num_keys) if spans is None else spans:
+        block, width = span.queries.stop - span.queries.start, span.keys.stop - span.keys.start
+        cells = shared * block * width
+        num_step = min(num_groups, max(1, most_cells // cells))
+        row_step = min(batch, max(1, most_cells // (cells * num_step)))
+        if buffers.shape[1] < row_step * num_step * cells:
+            buffers = scaled.new_empty(2, row_step * num_step * cells)
+        for row in range(0, batch, row_step):
+            rows = slice(row, row + row_step)
+            for group in range(0, num_groups, num_step):
+                groups = slice(group, group + num_step)
+                keys = key[rows, groups, span.keys].float()
+                values = value[rows, groups, span.keys]
+                queries = scaled[rows, group * shared : (group + num_step) * shared, span.queries]
+                shape = (*queries.shape[:3], width)
+                pairs = len(keys) * keys.shape[1]
+                scores, probabilities = (
+                    buffer[: pairs * cells].view(pairs, shared * block, width) for buffer in buffers
+                )
+                torch.bmm(
+                    queries.reshape(pairs, shared * block, head_size),
+                    keys.transpose(2, 3).reshape(pairs, head_size, width),
+                    out=scores,
+                )
+                if softcap is not None:
+                    scores.div_(softcap).tanh_().mul_(softcap)
+                if attention_mask is not None and span.masked.stop > span.masked.start:
+                    masked = slice(span.masked.start - span.keys.start, span.masked.stop - span.keys.start)
+                    scores.view(shape)[..., masked] += attention_mask[rows, :, span.queries, span.masked]
+                torch.softmax(scores, dim=-1, out=probabilities)
+                mean[rows, span.queries, span.keys] += probabilities.view(shape).sum(1)
+                mixed = torch.bmm(probabilities.to(value.dtype), values.reshape(pairs, width, -1))
+                output[rows, span.queries, groups] = mixed.view(*keys.shape[:2], shared, block, -1).permute(
+                    0, 3, 1, 2, 4
+                )
+    return output.flatten(2, 3), mean.div_(num_heads)
 
 
 def _attend(
@@ -74,12 +177,14 @@ def _attend(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    output, mean = compute_head_mean_attention(
-        query, key, value, attention_mask, query.shape[-1] ** -0.5 if scaling is None else scaling, softcap
-    )
-    reader = _reader.get()
-    if reader is not None:
-        reader(mean)
+    reading = _reading.get()
+    if reading is None:
+        raise RuntimeError(f"the attention {IMPLEMENTATION!r} is used inside reading_attention only")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    spans = reading.find_spans(attention_mask, query.shape[2], key.shape[2])
+    output, mean = compute_head_mean_attention(query, key, value, attention_mask, scaling, softcap, spans)
+    reading.read_layer(mean)
+    reading.read_call(AttentionCall(module, query, key, value, attention_mask, scaling, softcap, output))
     return output, None
 
 
@@ -90,18 +195,32 @@ AttentionMaskInterface.register(IMPLEMENTATION, eager_mask)
 
 
 @contextmanager
-def reading_attention(model: PreTrainedModel, reader: LayerReader) -> Iterator[None]:
-    """Within it, each attention layer of `model` hands its head-mean attention to `reader`, in order.
+def reading_attention(
+    model: PreTrainedModel, read_layer: LayerReader, read_call: CallReader = lambda call: None
+) -> Iterator[None]:
+    """Within it, each attention layer of `model` hands its head-mean attention to `read_layer`, in order.
 
     The model gets its attention back on the way out, also after an exception.
+
+    Args:
+        read_call: gets each layer's whole call after `read_layer`, for what needs more than the head mean.
     """
     configs = {id(module.config): module.config for module in model.modules() if isinstance(module, PreTrainedModel)}
     before = {key: config._attn_implementation for key, config in configs.items()}
-    token = _reader.set(reader)
+    token = _reading.set(_Reading(read_layer, read_call))
     try:
         model.set_attn_implementation(IMPLEMENTATION)
         yield
     finally:
-        _reader.reset(token)
+        _reading.reset(token)
         for key, config in configs.items():
             config._attn_implementation = before[key]
+
+
+def run_model(
+    model: PreTrainedModel, input_ids: Int[Tensor, "B T"], attention_mask: Int[Tensor, "B T"], **options: Any
+) -> Any:
+    """What one forward pass without a key-value cache returns."""
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        options["use_cache"] = False
+    return model(input_ids=input_ids, attention_mask=attention_mask, **options)

@@ -8,17 +8,15 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 from transformers.utils import logging
 
-from pipeline.ola.attention import reading_attention
-from pipeline.ola.extract import compute_maps, run_model
+from pipeline.ola.check import TOLERANCE, check_decomposition, check_model
+from pipeline.ola.extract import Access, compute_maps
 from pipeline.ola.identity import ModelIdentity
 from storage_schema.arrays import Packing
 from storage_schema.errors import InvalidRecipeError, UnsupportedModelError
-from storage_schema.recipe import MapName
-
-_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
+from storage_schema.recipe import CONTRIBUTION_BASELINES, MapName
 
 
 @dataclass(frozen=True)
@@ -27,9 +25,16 @@ class LoadedModel:
 
     name: str
     model: PreTrainedModel
-    num_layers: int
-    packing: Packing
-    """`lower` where no query sees a later key, else `full`."""
+    access: Access
+
+    @property
+    def num_layers(self) -> int:
+        return self.access.num_layers
+
+    @property
+    def packing(self) -> Packing:
+        """`lower` where no query sees a later key, else `full`."""
+        return self.access.packing
 
     @property
     def num_embeddings(self) -> int:
@@ -43,18 +48,22 @@ class LoadedModel:
     ) -> Float[Tensor, "B M T T"]:
         """The maps of a batch, on the CPU or wherever the model lies; see `extract.compute_maps`."""
         device = self.model.device
-        return compute_maps(self.model, input_ids.to(device), attention_mask.to(device), maps, self.num_layers)
+        return compute_maps(self.model, self.access, input_ids.to(device), attention_mask.to(device), maps)
 
 
-def load_model(identity: ModelIdentity, *, compute_dtype: str = "float32", device: str = "auto") -> LoadedModel:
+def load_model(
+    identity: ModelIdentity, *, maps: tuple[MapName, ...] = (), compute_dtype: str = "float32", device: str = "auto"
+) -> LoadedModel:
     """The model of `identity`, without its language-modeling head, checked.
 
     Args:
+        maps: what it is loaded for; `irnl` and `alti` ask for a check of their own.
         compute_dtype: the weights' dtype.
         device: a torch device, or `auto` for the first GPU where there is one, else the CPU.
 
     Raises:
-        UnsupportedModelError: its weights do not load, or its attention is not the one that is read (`check_model`).
+        UnsupportedModelError: its weights do not load, or its attention is not the one that is read (`check_model`,
+            `check_decomposition`).
         InvalidRecipeError: the device does not exist here.
     """
     target = _choose_device(device)
@@ -62,8 +71,10 @@ def load_model(identity: ModelIdentity, *, compute_dtype: str = "float32", devic
         model = _load(identity, compute_dtype)
     torch.nn.Module.to(model, target)
     model.train(False)
-    num_layers, packing = check_model(model, identity.name, _TOLERANCE[compute_dtype])
-    return LoadedModel(identity.name, model, num_layers, packing)
+    access = check_model(model, identity.name, TOLERANCE[compute_dtype])
+    if any(name in CONTRIBUTION_BASELINES for name in maps):
+        check_decomposition(model, identity.name, access, 10 * TOLERANCE[compute_dtype])
+    return LoadedModel(identity.name, model, access)
 
 
 @contextmanager
@@ -126,61 +137,3 @@ def _choose_device(device: str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise InvalidRecipeError(f"device {device!r} is not here: {str(error).splitlines()[0]}") from None
     return chosen
-
-
-@torch.inference_mode()
-def check_model(model: PreTrainedModel, name: str, tolerance: float) -> tuple[int, Packing]:
-    """The number of layers and the packing of a model whose attention can be read.
-
-    Two short texts of random tokens, one padded, go through the model's eager attention and through ours. There must be
-    one call a layer, each equal to the eager probabilities' head mean, with rows that sum to 1 and nothing on padding.
-
-    Raises:
-        UnsupportedModelError: one of these does not hold; names the model and what was seen.
-    """
-    config = model.config.get_text_config()
-    num_layers = getattr(config, "num_hidden_layers", None)
-    if not num_layers:
-        raise UnsupportedModelError(f"{name} ({config.model_type}) has no attention layers that its config names")
-    input_ids, mask = _make_probe(config, model.device)
-    ours: list[Tensor] = []
-    try:
-        with reading_attention(model, ours.append):
-            run_model(model, input_ids, mask)
-        eager = model(input_ids=input_ids, attention_mask=mask, output_attentions=True, return_dict=True).attentions
-    except Exception as error:  # a model's own code may raise anything
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UnsupportedModelError(
-            f"{name} ({config.model_type}): a pass over two short texts fails: {reason}"
-        ) from error
-    if len(ours) != num_layers or eager is None or len(eager) != num_layers:
-        raise UnsupportedModelError(
-            f"{name} ({config.model_type}) sent {len(ours)} of its {num_layers} layers through a registered attention "
-            "function; its attention cannot be read"
-        )
-    lower = True
-    for layer, (mean, probabilities) in enumerate(zip(ours, eager, strict=True)):
-        difference = max(
-            float((mean[row, :length, :length] - probabilities[row, :, :length, :length].float().mean(0)).abs().max())
-            for row, length in ((0, 6), (1, 4))
-        )
-        row_error = float((mean[0].sum(-1) - 1).abs().max())
-        on_padding = float(mean[1, :4, 4:].abs().max())
-        if not (difference <= tolerance and row_error <= tolerance and on_padding == 0):
-            raise UnsupportedModelError(
-                f"{name} ({config.model_type}), layer {layer}: head-mean attention differs from eager attention by "
-                f"{difference:.1e} (allowed {tolerance:.0e}), rows from 1 by {row_error:.1e}, "
-                f"and {on_padding:.1e} falls on padding"
-            )
-        lower = lower and not mean[0].triu(1).any()
-    return num_layers, "lower" if lower else "full"
-
-
-def _make_probe(config: PreTrainedConfig, device: torch.device) -> tuple[Int[Tensor, "2 6"], Int[Tensor, "2 6"]]:
-    pad = config.pad_token_id if isinstance(config.pad_token_id, int) and config.pad_token_id >= 0 else 0
-    # Some models count positions from padding ids, so a text must not hold one.
-    tokens = torch.tensor([token for token in range(min(config.vocab_size, 1000)) if token != pad])
-    input_ids = tokens[torch.randint(len(tokens), (2, 6), generator=torch.Generator().manual_seed(0))]
-    mask = torch.ones_like(input_ids)
-    input_ids[1, 4:], mask[1, 4:] = pad, 0
-    return input_ids.to(device), mask.to(device)

@@ -8,18 +8,29 @@ from numpy import ndarray
 
 from pipeline.tokens.encode import TokenTable
 
+BATCH_COST = 1 / 16
+"""What one more batch costs, as a part of the token budget: small passes are slower by the token."""
+
 
 def plan_batches(lengths: Sequence[int] | Int[ndarray, " S"], batch_tokens: int) -> list[list[int]]:
     """Positions of the samples of each batch, longest first, each within `batch_tokens` padded tokens.
 
-    Samples are sorted by length, so that little is padding; a sample over the budget is a batch of its own.
+    Samples are sorted by length and cut where the sum of padded tokens and of `BATCH_COST` a batch is least, so that
+    a few long texts do not make padding of many short ones. A sample over the budget is a batch of its own.
     """
-    batches: list[list[int]] = []
-    for position in sorted(range(len(lengths)), key=lambda position: (-int(lengths[position]), position)):
-        if batches and (len(batches[-1]) + 1) * int(lengths[batches[-1][0]]) <= batch_tokens:
-            batches[-1].append(position)
-        else:
-            batches.append([position])
+    order = sorted(range(len(lengths)), key=lambda position: (-int(lengths[position]), position))
+    cost = np.zeros(len(order) + 1)
+    sizes = np.ones(len(order), np.int64)
+    for first in reversed(range(len(order))):
+        longest = int(lengths[order[first]])
+        most = min(max(1, batch_tokens // longest), len(order) - first)
+        costs = longest * np.arange(1, most + 1) + cost[first + 1 : first + most + 1]
+        sizes[first] = 1 + int(np.argmin(costs))
+        cost[first] = costs[sizes[first] - 1] + BATCH_COST * batch_tokens
+    batches, first = [], 0
+    while first < len(order):
+        batches.append(order[first : first + int(sizes[first])])
+        first += int(sizes[first])
     return batches
 
 

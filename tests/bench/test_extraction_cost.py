@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from pipeline.ola.extract import run_model
+from pipeline.ola.attention import run_model
 from pipeline.ola.identity import identify_model
 from pipeline.ola.load import load_model
 from pipeline.tokens.batches import plan_batches

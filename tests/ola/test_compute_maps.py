@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from pipeline.ola.attention import reading_attention
-from pipeline.ola.extract import compute_maps, run_model
+from pipeline.ola.attention import reading_attention, run_model
+from pipeline.ola.extract import Access, compute_maps
 from pipeline.ola.identity import identify_model
 from pipeline.ola.load import load_model
 from storage_schema.errors import NonFiniteMapError, UnsupportedModelError
@@ -16,15 +16,16 @@ from storage_schema.errors import NonFiniteMapError, UnsupportedModelError
 TOLERANCE = 1e-5
 WINDOW = 4
 GROUPED = {"num_key_value_heads": 2}
-FULL = {
+FUSED_FULL = {
     "bert": {},
     "roberta": {"pad_token_id": 1},
+    "xlm-roberta": {"pad_token_id": 1},
     "electra": {"embedding_size": 16},
     "distilbert": {},
     "albert": {"embedding_size": 16},
     "modernbert": {"local_attention": 8, "num_hidden_layers": 4},
 }
-LOWER = {
+FUSED_LOWER = {
     "gpt2": {},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "gpt_neox": {},
@@ -32,10 +33,26 @@ LOWER = {
     "qwen2": GROUPED,
     "qwen3": {"head_dim": 16, **GROUPED},
     "mistral": {"sliding_window": WINDOW, **GROUPED},
+    "gemma": {"head_dim": 8, "num_key_value_heads": 1},
     "gemma2": {"sliding_window": WINDOW, "head_dim": 8, "attn_logit_softcapping": 1.0, **GROUPED},
     "gemma3_text": {"sliding_window": WINDOW, "head_dim": 8, "num_hidden_layers": 7, "num_key_value_heads": 1},
+    "phi3": GROUPED,
+    "olmo2": GROUPED,
+    "granite": GROUPED | {"residual_multiplier": 0.5, "attention_multiplier": 0.3},
+    "smollm3": GROUPED,
 }
-ARCHITECTURES = FULL | LOWER
+EAGER_FULL = {
+    "mpnet": {"pad_token_id": 1},
+    "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 16},
+}
+EAGER_LOWER = {
+    "bloom": {},
+    "falcon": {"multi_query": True},
+    "falcon-alibi": {"alibi": True, "new_decoder_architecture": False, "multi_query": False},
+}
+EAGER = EAGER_FULL | EAGER_LOWER
+LOWER = FUSED_LOWER | EAGER_LOWER
+ARCHITECTURES = FUSED_FULL | FUSED_LOWER | EAGER
 LENGTHS = (40, 1, 7, 23, 2, 12, 40, 5)
 """A text of one token beside one of 40."""
 
@@ -48,7 +65,8 @@ def load_tiny(build_model, tmp_path_factory):
     def load(architecture):
         if architecture not in loaded:
             folder = tmp_path_factory.mktemp("models") / architecture.replace("_", "-")
-            build_model(folder, architecture, initializer_range=0.2, **ARCHITECTURES[architecture])
+            name = architecture.removesuffix("-alibi")
+            build_model(folder, name, initializer_range=0.2, **ARCHITECTURES[architecture])
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("OLA_CACHE", str(tmp_path_factory.mktemp("cache")))
                 identity = identify_model(str(folder))
@@ -143,6 +161,7 @@ def test_layers_and_packing_are_found(load_tiny, architecture):
     identity, loaded = load_tiny(architecture)
     assert loaded.num_layers == identity.num_layers == ARCHITECTURES[architecture].get("num_hidden_layers", 3)
     assert loaded.packing == ("lower" if architecture in LOWER else "full")
+    assert loaded.access.path == ("eager" if architecture in EAGER else "fused")
 
 
 @pytest.mark.parametrize("architecture", sorted(LOWER))
@@ -215,4 +234,4 @@ def test_the_one_sample_that_is_not_finite_is_named(build_model, tmp_path, monke
 def test_another_number_of_attention_calls_is_refused(load_tiny):
     _, loaded = load_tiny("bert")
     with pytest.raises(UnsupportedModelError, match="BertModel made 3 attention calls in a pass, expected 4"):
-        compute_maps(loaded.model, *pad(draw_texts(), 0), (1,), 4)
+        compute_maps(loaded.model, Access(4, "full"), *pad(draw_texts(), 0), (1,))

@@ -10,8 +10,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pipeline.ola import attention
-from pipeline.ola.attention import IMPLEMENTATION, compute_head_mean_attention, reading_attention
-from pipeline.ola.extract import compute_maps, run_model
+from pipeline.ola.attention import IMPLEMENTATION, compute_head_mean_attention, reading_attention, run_model
+from pipeline.ola.extract import Access, compute_maps
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -45,14 +45,16 @@ def causal_mask(size=5, padded_from=3):
     return mask
 
 
+@pytest.mark.parametrize("query_block", [1, 2, 64])
 @pytest.mark.parametrize("score_cells", [1, 60, 4 * 1024 * 1024])
 @pytest.mark.parametrize("mask", [None, causal_mask()], ids=["unmasked", "causal"])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize(("shared", "groups"), [(1, 3), (2, 3), (4, 2), (4, 1)])
 def test_output_and_mean_equal_float64_however_heads_are_grouped(
-    monkeypatch, score_cells, mask, softcap, shared, groups
+    monkeypatch, query_block, score_cells, mask, softcap, shared, groups
 ):
-    monkeypatch.setattr(attention, "SCORE_CELLS", score_cells)
+    monkeypatch.setitem(attention.SCORE_CELLS, "cpu", score_cells)
+    monkeypatch.setitem(attention.QUERY_BLOCK, "cpu", query_block)
     heads = draw_heads(shared=shared, groups=groups)
     output, mean = compute_head_mean_attention(*heads, mask, 0.35, softcap)
     expected_output, expected_mean = compute_reference(*heads, mask, 0.35, softcap)
@@ -136,7 +138,7 @@ def run(model):
 def test_a_model_gives_bitwise_its_outputs_after_it_was_read(architecture, implementation):
     model = make_model(architecture, implementation)
     before, config = run(model), copy.deepcopy(model.config)
-    compute_maps(model, INPUT_IDS, MASK, (1, 2), 3)
+    compute_maps(model, Access(3, "full"), INPUT_IDS, MASK, (1, 2))
     assert model.config._attn_implementation == implementation
     assert model.config.to_dict() == config.to_dict()
     assert torch.equal(run(model), before)
@@ -145,7 +147,7 @@ def test_a_model_gives_bitwise_its_outputs_after_it_was_read(architecture, imple
 @pytest.mark.parametrize("architecture", ["bert", "llama"])
 def test_a_fresh_model_of_a_class_that_was_read_is_bitwise_unchanged(architecture):
     before = run(make_model(architecture))
-    compute_maps(make_model(architecture), INPUT_IDS, MASK, (1,), 3)
+    compute_maps(make_model(architecture), Access(3, "full"), INPUT_IDS, MASK, (1,))
     fresh = make_model(architecture)
     assert fresh.config._attn_implementation == "sdpa"
     assert torch.equal(run(fresh), before)

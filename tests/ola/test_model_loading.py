@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForMaskedLM
 
+from pipeline.ola.check import check_model
 from pipeline.ola.identity import identify_model
-from pipeline.ola.load import check_model, load_model
+from pipeline.ola.load import load_model
 from storage_schema.errors import InvalidRecipeError, NonFiniteMapError, UnsupportedModelError
 
 
@@ -28,18 +29,9 @@ def edit_config(folder, **changes):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("architecture", "changes", "calls"),
-    [
-        ("bloom", {}, "0 of its 3"),
-        ("mpnet", {"pad_token_id": 1}, "0 of its 3"),
-        ("falcon", {}, "0 of its 3"),
-        ("deberta-v2", {}, "0 of its 3"),
-        ("recurrent_gemma", {}, "1 of its 3"),
-    ],
-)
-def test_a_model_whose_attention_is_not_sent_through_us_is_refused(build_model, tmp_path, architecture, changes, calls):
-    folder = build_model(tmp_path / f"tiny-{architecture}", architecture, **changes)
+@pytest.mark.parametrize(("architecture", "calls"), [("recurrent_gemma", "1 of its 3")])
+def test_a_model_whose_attention_cannot_be_read_is_refused(build_model, tmp_path, architecture, calls):
+    folder = build_model(tmp_path / f"tiny-{architecture}", architecture)
     with pytest.raises(UnsupportedModelError, match=rf"tiny-{architecture} \({architecture}\) sent {calls} layers"):
         load(folder)
 

@@ -1,10 +1,13 @@
 """Batches are a partition of the samples, within their budget, the same every time."""
 
+from itertools import combinations, pairwise
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.tokens.batches import iter_batches, plan_batches
+from pipeline.tokens.batches import BATCH_COST, iter_batches, plan_batches
 from pipeline.tokens.encode import TokenTable
 
 quick = settings(deadline=None, max_examples=200)
@@ -29,12 +32,27 @@ def test_a_batch_holds_its_budget_of_padded_tokens_unless_it_is_one_sample(lengt
         assert len(batch) == 1 or len(batch) * max(lengths[position] for position in batch) <= batch_tokens
 
 
+def count_cost(lengths, batches, batch_tokens):
+    return sum(len(batch) * lengths[batch[0]] + BATCH_COST * batch_tokens for batch in batches)
+
+
 @quick
-@given(all_lengths, budgets)
-def test_no_batch_is_closed_while_the_next_sample_fits(lengths, batch_tokens):
-    batches = plan_batches(lengths, batch_tokens)
-    for batch in batches[:-1]:
-        assert (len(batch) + 1) * lengths[batch[0]] > batch_tokens
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=9), budgets)
+def test_no_other_cut_of_the_sorted_samples_costs_less(lengths, batch_tokens):
+    found = plan_batches(lengths, batch_tokens)
+    order = [position for batch in found for position in batch]
+    costs = []
+    for num_cuts in range(len(order)):
+        for cuts in combinations(range(1, len(order)), num_cuts):
+            batches = [order[start:stop] for start, stop in pairwise((0, *cuts, len(order)))]
+            if all(len(batch) == 1 or len(batch) * lengths[batch[0]] <= batch_tokens for batch in batches):
+                costs.append(count_cost(lengths, batches, batch_tokens))
+    assert count_cost(lengths, found, batch_tokens) == pytest.approx(min(costs))
+
+
+def test_a_few_long_texts_do_not_pad_many_short_ones():
+    batches = plan_batches([400, 390] + [10] * 60, 1024)
+    assert [len(batch) for batch in batches] == [2, 60]
 
 
 @quick
