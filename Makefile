@@ -10,6 +10,7 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DEVELOPING := $(VENV)/.developing
 # The first interpreter that is new enough.
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
@@ -20,27 +21,34 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 24
 
-setup: $(INSTALLED) ## Make .venv with the tested versions of everything
+setup: $(DEVELOPING) ## Make .venv with the tested versions of everything
+
+define install
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name one with PYTHON=/path/to/python3"; exit 2; }
+	@echo "Installing $(1) into $(VENV) (once; some minutes on a slow network)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e "$(2)"
+	@touch $@
+endef
 
 $(INSTALLED): pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name one with PYTHON=/path/to/python3"; exit 2; }
-	@echo "Installing into $(VENV) (once; some minutes on a slow network)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[dev]"
-	@touch $@
+	$(call install,what ola needs,.)
+
+$(DEVELOPING): $(INSTALLED)
+	$(call install,what tests and checks need,.[dev])
 
 materialize: $(INSTALLED) ## Run MODEL over CORPUS and store its maps [SPLIT, MAPS, STORE, ARGS]
 	@$(BIN)/ola materialize --model "$(MODEL)" --corpus "$(CORPUS)" --split "$(SPLIT)" --maps "$(MAPS)" \
 		$(if $(STORE),--store "$(STORE)") $(ARGS)
 
-test: $(INSTALLED) ## Run the test suite
+test: $(DEVELOPING) ## Run the test suite
 	@$(BIN)/python -m pytest -m "not slow and not bench" $(ARGS)
 
-check: $(INSTALLED) ## Format, lint, types, import contracts
+check: $(DEVELOPING) ## Format, lint, types, import contracts
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 
-bench: $(INSTALLED) ## Measure, as ratios of two things timed in turn
+bench: $(DEVELOPING) ## Measure, as ratios of two things timed in turn
 	@$(BIN)/python -m pytest -m bench -q -s tests/bench $(ARGS)

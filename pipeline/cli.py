@@ -12,7 +12,7 @@ from pipeline import commands
 from pipeline.commands import complain
 from pipeline.store.catalog import choose_store
 from storage_schema.errors import OlaError
-from storage_schema.recipe import COMPUTE_DTYPES, STORE_DTYPES
+from storage_schema.recipe import COMPUTE_DTYPES, STORE_DTYPES, VARIANTS
 
 # Quiet libraries: one set of progress bars, and warnings only where they are ours.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -66,11 +66,14 @@ def _build_parser() -> argparse.ArgumentParser:
 
     command = add("materialize", commands.materialize, "run a model over a corpus and store its maps", store=True)
     _add_materialize_options(command)
-    for name, run, summary in (
-        ("models", commands.list_models, "list the models that have a name here"),
-        ("corpora", commands.list_corpora, "list the corpora that have a name here"),
-    ):
-        add(name, run, summary, store=False).add_argument("--json", action="store_true")
+    command = add(
+        "models", commands.list_models, "list the models that have a name here, or look into one", store=False
+    )
+    command.add_argument("model", metavar="MODEL", nargs="?", help="load it and say how its attention is read")
+    command.add_argument("--device", default="auto")
+    command.add_argument("--json", action="store_true")
+    command = add("corpora", commands.list_corpora, "list the corpora that have a name here", store=False)
+    command.add_argument("--json", action="store_true")
     add("ls", commands.list_stored, "list what a store holds", store=True).add_argument("--json", action="store_true")
     command = add("show", commands.show, "show one version", store=True)
     command.add_argument("ref", metavar="REF")
@@ -107,6 +110,8 @@ def _add_materialize_options(command: argparse.ArgumentParser) -> None:
     add("--limit", type=int, metavar="N", help="only the first N samples")
     add("--text-unit", default="sentence", help="sentence (default), document, or words:N")
     add("--text-form", default="original", help="original (default), or words joined by single spaces")
+    add("--variant", choices=VARIANTS, help="a control in place of the genuine weights")
+    add("--seed", type=int, metavar="N", help="the variant's seed (default 0)")
     add("--dtype", default="float32", choices=COMPUTE_DTYPES, help="of the weights (default float32)")
     add("--store-dtype", default="float16", choices=STORE_DTYPES, help="of the stored maps (default float16)")
     add("--partition-samples", type=int, default=1024, metavar="N")

@@ -44,7 +44,7 @@ def estimate_plan(plan: Plan, *, device: str, batch_tokens: int | None = None) -
     for position, (_, input_ids, mask) in enumerate(iter_batches(tokens, 0, len(tokens.lengths), runner.batch_tokens)):
         if position in chosen:
             began = time.monotonic()
-            runner.run(input_ids, mask, recipe.maps, getattr(torch, recipe.store_dtype))
+            list(runner.iter_maps(input_ids, mask, recipe.maps, getattr(torch, recipe.store_dtype)))
             seconds.append(time.monotonic() - began)
     timed = seconds[1:] or seconds  # the first pass also warms up
     cells = sum(count_cells(int(length), model.packing) for length in tokens.lengths)

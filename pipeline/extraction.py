@@ -3,7 +3,7 @@
 Axis names: S samples, B batch, M maps, T tokens of one sample.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -46,41 +46,43 @@ class BatchRunner:
         self._model = model
         self._on_halve = on_halve
 
-    def run(
+    def iter_maps(
         self,
         input_ids: Integer[ndarray, "B T"],
         attention_mask: Integer[ndarray, "B T"],
         maps: tuple[MapName, ...],
         dtype: torch.dtype,
-    ) -> Shaped[ndarray, "B M T T"]:
-        """The maps of a batch, in `dtype`, on the CPU.
+    ) -> Iterator[tuple[int, Shaped[ndarray, "_ M T T"]]]:
+        """The maps of a batch, in `dtype`, on the CPU: the first row and the maps of each part, one part if it fits.
 
         Raises:
             NonFiniteMapError: a layer's attention is not finite; names the batch's row and the layer.
             TextTooLargeError: one row alone does not fit into memory.
         """
-        parts, start = [], 0
+        start = 0
         while start < len(input_ids):
             rows = slice(start, start + -(-len(input_ids) // 2**self.num_halvings))
             ids, mask = torch.from_numpy(input_ids[rows]), torch.from_numpy(attention_mask[rows])
+            part = None
             try:
-                parts.append(self._model.compute_maps(ids, mask, maps).to(dtype).cpu().numpy())
-                start = rows.stop
+                part = self._model.compute_maps(ids, mask, maps).to(dtype).cpu().numpy()
             except NonFiniteMapError as error:
                 raise NonFiniteMapError(str(error), start + error.row, error.layer) from None
             except (RuntimeError, MemoryError) as error:
                 if not _is_out_of_memory(error):
                     raise
             # Outside the handler, whose traceback keeps every tensor of the pass alive.
-            if start < rows.stop:
+            if part is None:
                 self._halve(len(ids), len(input_ids), input_ids.shape[1])
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+            else:
+                yield start, part
+                start = rows.stop
 
     def _halve(self, num_tried: int, num_rows: int, num_tokens: int) -> None:
         if num_tried == 1:
             raise TextTooLargeError(
-                f"a text of {num_tokens} tokens does not fit into memory, even alone; lower --max-length, ask for fewer "
-                "or lower orders, or take a device with more memory. What is finished stays for the next run"
+                f"a text of {num_tokens} tokens does not fit into memory, even alone; lower --max-length, ask for "
+                "fewer or lower orders, or take a device with more memory. What is finished stays for the next run"
             )
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -116,7 +118,14 @@ def prepare_plans(
     }
     for table in tokens.values():
         check_vocabulary(tokenizer, table, identity.name)
-    model = load_model(identity, maps=recipe.maps, compute_dtype=recipe.compute_dtype, device=device)
+    model = load_model(
+        identity,
+        maps=recipe.maps,
+        variant=recipe.variant,
+        seed=recipe.seed,
+        compute_dtype=recipe.compute_dtype,
+        device=device,
+    )
     highest = max(int(table.input_ids.max()) for table in tokens.values())
     if highest >= model.num_embeddings:
         raise UnsupportedModelError(
@@ -149,15 +158,15 @@ def compute_partition(
         if tokens.pad_token_id >= model.num_embeddings:  # a padding token that was added after training
             input_ids[mask == 0] = 0
         try:
-            values = runner.run(input_ids, mask, recipe.maps, getattr(torch, recipe.store_dtype))
+            for first, values in runner.iter_maps(input_ids, mask, recipe.maps, getattr(torch, recipe.store_dtype)):
+                for row, index in enumerate(indexes[first : first + len(values)]):
+                    length, start = int(tokens.lengths[index]), int(starts[index])
+                    for column, cells in enumerate(columns.values()):
+                        packed = pack_map(values[row, column, :length, :length], model.packing)
+                        cells[start : start + len(packed)] = packed
         except NonFiniteMapError as error:
             sample = plan.samples.samples[indexes[error.row]].sample_id
             raise NonFiniteMapError(f"{plan.dataset}, sample {sample}: {error}", error.row, error.layer) from None
-        for row, index in enumerate(indexes):
-            length, start = int(tokens.lengths[index]), int(starts[index])
-            for column, cells in enumerate(columns.values()):
-                packed = pack_map(values[row, column, :length, :length], model.packing)
-                cells[start : start + len(packed)] = packed
         advance(len(indexes))
     return columns
 

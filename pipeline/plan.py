@@ -9,7 +9,7 @@ from pipeline.ola.identity import ModelIdentity, identify_model
 from pipeline.store.folder import is_unclaimed, open_store
 from pipeline.store.versions import Version, find_version
 from storage_schema.errors import InvalidRecipeError
-from storage_schema.recipe import MapName, Recipe, check_maps
+from storage_schema.recipe import MapName, Recipe, check_maps, check_variant
 from storage_schema.refs import Dataset, name_dataset
 from storage_schema.samples import Sample
 
@@ -43,14 +43,21 @@ def plan_versions(
     dtype: str = "float32",
     store_dtype: str = "float16",
     partition_samples: int = 1024,
+    variant: str | None = None,
+    seed: int | None = None,
     trust_remote_code: bool = False,
 ) -> list[Plan]:
     """The versions that these settings ask for, one a split; runs no LM and touches no store.
+
+    A `variant` without a seed has seed 0.
 
     Raises:
         BadInputError: whatever is wrong with the model, the corpus or a setting (see `storage_schema.errors`).
     """
     names = check_maps(maps)
+    if variant is not None and seed is None:
+        seed = 0
+    check_variant(variant, seed)
     opened = open_corpus(corpus)
     splits = opened.splits if split == "all" else (split,)
     sets = [read_samples(opened, name, text_unit, text_form) for name in splits]
@@ -64,7 +71,14 @@ def plan_versions(
     return [
         Plan(
             name_dataset(
-                identity.name, opened.name, name, variant=None, seed=None, unit=text_unit, form=text_form, limit=limit
+                identity.name,
+                opened.name,
+                name,
+                variant=variant,
+                seed=seed,
+                unit=text_unit,
+                form=text_form,
+                limit=limit,
             ),
             Recipe(
                 model=identity.name,
@@ -79,6 +93,8 @@ def plan_versions(
                 limit=limit,
                 max_length=identity.resolve_max_length(max_length),
                 maps=names,
+                variant=variant,
+                seed=seed,
                 compute_dtype=dtype,
                 store_dtype=store_dtype,
                 partition_samples=partition_samples,

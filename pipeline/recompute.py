@@ -58,7 +58,14 @@ def recompute_samples(
         samples,
         recipe.max_length,
     )
-    loaded = load_model(identity, compute_dtype=recipe.compute_dtype, device=device)
+    loaded = load_model(
+        identity,
+        maps=recipe.maps,
+        variant=recipe.variant,
+        seed=recipe.seed,
+        compute_dtype=recipe.compute_dtype,
+        device=device,
+    )
     differences = []
     for row, index in enumerate(chosen):
         first, length = int(tokens.starts[row]), int(tokens.lengths[row])

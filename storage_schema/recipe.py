@@ -21,6 +21,10 @@ CONTRIBUTION_BASELINES = ("alti", "irnl")
 BASELINES = (*CONTRIBUTION_BASELINES, "rollout")
 """Named maps beside the orders; `rollout` (Abnar & Zuidema 2020) is stored divided by 2^N."""
 
+VARIANTS = ("random", "half-random", "shuffled-layers")
+"""Controls in place of the genuine weights (arXiv 2511.05064): all weights random, half of the layers', layers in
+another order."""
+
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 STORE_DTYPES = ("float16", "float32")
 
@@ -68,6 +72,20 @@ def check_maps(maps: Iterable[MapName]) -> tuple[MapName, ...]:
     return names
 
 
+def check_variant(variant: str | None, seed: int | None) -> None:
+    """Passes if there is neither a variant nor a seed, or a known variant with a seed from 0 to 2^32 - 1.
+
+    Raises:
+        InvalidRecipeError: otherwise.
+    """
+    if variant is None and seed is None:
+        return
+    if variant not in VARIANTS:
+        raise InvalidRecipeError(f"variant is {variant!r} with seed {seed}; expected one of {', '.join(VARIANTS)}")
+    if type(seed) is not int or not 0 <= seed < 2**32:
+        raise InvalidRecipeError(f"the seed of variant {variant} is {seed!r}; expected an integer from 0 to 2^32 - 1")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """One complete description of what a version holds. Two equal recipes are the same work.
@@ -103,7 +121,7 @@ class Recipe:
     variant: str | None = None
     """A control in place of the genuine weights; None for those."""
     seed: int | None = None
-    """The control's seed."""
+    """The control's seed; None where there is no variant."""
     compute_dtype: str = "float32"
     """The weights' dtype; scores, means and orders are float32 in any case."""
     store_dtype: str = "float16"
@@ -119,6 +137,7 @@ class Recipe:
         ):
             if value not in allowed:
                 raise InvalidRecipeError(f"{name} is {value!r}; expected one of {', '.join(allowed)}")
+        check_variant(self.variant, self.seed)
         for name, number in (
             ("max_length", self.max_length),
             ("partition_samples", self.partition_samples),

@@ -7,18 +7,20 @@ from pathlib import Path
 import pytest
 from jaxtyping import install_import_hook
 
-# Shapes and dtypes in signatures hold while tests run; elsewhere they cost nothing.
+PROJECT = Path(__file__).resolve().parent.parent
+
+# Shapes and dtypes in signatures hold while tests run; elsewhere they cost nothing. Triton reads the source of its
+# kernels, which the hook would have changed.
 SHAPED = [
     "storage_schema",
     "pipeline.tokens",
-    "pipeline.ola",
+    *(f"pipeline.ola.{file.stem}" for file in (PROJECT / "pipeline/ola").glob("*.py") if file.stem != "kernels"),
     "pipeline.store",
     "pipeline.readers",
     "pipeline.extraction",
 ]
 install_import_hook(SHAPED, "beartype.beartype")
 
-PROJECT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("OLA_DATA") or PROJECT.parent / "shared" / "data").resolve()
 GOLDEN = DATA.parent / "golden"
 

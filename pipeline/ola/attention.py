@@ -5,11 +5,13 @@ The function is registered with transformers under a name of its own and is used
 outside it keep theirs.
 """
 
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -166,6 +168,13 @@ def compute_head_mean_attention(
     return output.flatten(2, 3), mean.div_(num_heads)
 
 
+def find_kernels(query: Tensor) -> ModuleType | None:
+    """The module of Triton kernels, where the queries lie on a GPU and Triton is installed."""
+    if not query.is_cuda or importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("pipeline.ola.kernels")
+
+
 def _attend(
     module: torch.nn.Module,
     query: Tensor,
@@ -181,8 +190,12 @@ def _attend(
     if reading is None:
         raise RuntimeError(f"the attention {IMPLEMENTATION!r} is used inside reading_attention only")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    spans = reading.find_spans(attention_mask, query.shape[2], key.shape[2])
-    output, mean = compute_head_mean_attention(query, key, value, attention_mask, scaling, softcap, spans)
+    kernels = find_kernels(query)
+    if kernels is None:
+        spans = reading.find_spans(attention_mask, query.shape[2], key.shape[2])
+        output, mean = compute_head_mean_attention(query, key, value, attention_mask, scaling, softcap, spans)
+    else:
+        output, mean = kernels.compute_head_mean_attention(query, key, value, attention_mask, scaling, softcap)
     reading.read_layer(mean)
     reading.read_call(AttentionCall(module, query, key, value, attention_mask, scaling, softcap, output))
     return output, None

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -83,21 +83,21 @@ CONTRIBUTIONS: dict[str, Callable[[Decomposition], Float[Tensor, "T T"]]] = {
 def reading_contributions(
     model: PreTrainedModel,
     names: tuple[str, ...],
-    lengths: list[int],
+    attention_mask: Int[Tensor, "B T"],
     add_contributions: Callable[[str, Float[Tensor, "B T T"]], None],
 ) -> Iterator[CallReader]:
     """A reader of attention calls; with it, each block's contributions go to `add_contributions`, by baseline.
 
     Args:
-        lengths: tokens of each text of the batch, which is padded on the right. Padding contributes 0.
+        attention_mask: 1 for tokens, 0 for padding on the right, which contributes 0.
     """
-    longest = max(lengths)
+    lengths, width = attention_mask.sum(dim=1).tolist(), attention_mask.shape[1]
     gathered: dict[str, Tensor] = {}
 
     def read(row: int, block: Decomposition) -> None:
         for name in names:
             if row == 0:
-                gathered[name] = block.residual.new_zeros(len(lengths), longest, longest)
+                gathered[name] = block.residual.new_zeros(len(lengths), width, width)
             gathered[name][row, : lengths[row], : lengths[row]] = CONTRIBUTIONS[name](block)
         if row == len(lengths) - 1:
             for name in names:

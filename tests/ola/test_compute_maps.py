@@ -11,6 +11,7 @@ from pipeline.ola.attention import reading_attention, run_model
 from pipeline.ola.extract import Access, compute_maps
 from pipeline.ola.identity import identify_model
 from pipeline.ola.load import load_model
+from pipeline.ola.registry import EAGER_ARCHITECTURES, FUSED_ARCHITECTURES
 from storage_schema.errors import NonFiniteMapError, UnsupportedModelError
 
 TOLERANCE = 1e-5
@@ -155,6 +156,11 @@ def test_what_stands_on_padding_decides_nothing(load_tiny, architecture):
     others = input_ids.masked_fill(mask == 0, 7)
     one, other = (loaded.compute_maps(ids, mask, (1, 2)) for ids in (input_ids, others))
     np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE)
+
+
+def test_the_registrys_lists_are_the_architectures_tested_here():
+    assert set(FUSED_ARCHITECTURES) == set(FUSED_FULL | FUSED_LOWER)
+    assert set(EAGER_ARCHITECTURES) == {name.removesuffix("-alibi") for name in EAGER}
 
 
 def test_layers_and_packing_are_found(load_tiny, architecture):

@@ -11,6 +11,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pipeline.ola import attention
 from pipeline.ola.attention import IMPLEMENTATION, compute_head_mean_attention, reading_attention, run_model
+from pipeline.ola.check import check_model
+from pipeline.ola.eager import reading_eager_attention
 from pipeline.ola.extract import Access, compute_maps
 
 LOWEST = torch.finfo(torch.float32).min
@@ -142,6 +144,30 @@ def test_a_model_gives_bitwise_its_outputs_after_it_was_read(architecture, imple
     assert model.config._attn_implementation == implementation
     assert model.config.to_dict() == config.to_dict()
     assert torch.equal(run(model), before)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("architecture", ["bloom", "mpnet", "deberta-v2", "falcon"])
+def test_an_eager_model_gives_bitwise_its_outputs_after_it_was_read(architecture, fails):
+    model = make_model(architecture, "eager")
+    before, hooks = run(model), count_hooks(model)
+    access = check_model(model, "tiny", 1e-5)
+    if fails:
+        with pytest.raises(RuntimeError, match="in the middle"), reading_eager_attention(model, access.sites, fail):
+            run_model(model, INPUT_IDS, MASK, output_attentions=True)
+    else:
+        compute_maps(model, access, INPUT_IDS, MASK, (1, 2))
+    assert count_hooks(model) == hooks == 0
+    assert torch.equal(run(model), before)
+    assert torch.equal(run(make_model(architecture, "eager")), before)
+
+
+def fail(mean):
+    raise RuntimeError("in the middle")
+
+
+def count_hooks(model):
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
 @pytest.mark.parametrize("architecture", ["bert", "llama"])

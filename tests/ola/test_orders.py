@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.ola.orders import MapAccumulator
 
@@ -159,3 +160,51 @@ def test_no_layer_outlives_its_turn(maps):
             live.append(count_live_tensors())
     assert [layer() for layer in seen] == [None] * 8
     assert live[0] == live[1]
+
+
+class ProductCounter(TorchDispatchMode):
+    """Counts matrix products of T x T matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_products = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.num_products += any(name in str(function) for name in ("bmm", "aten.mm", "addmm"))
+        return function(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize(
+    ("maps", "num_products"),
+    [
+        ((1,), 0),
+        ((1, 2), 9),
+        ((1, 2, 3), 9 + 8),
+        ((3,), 9 + 8),
+        (("rollout",), 10),
+        ((1, "rollout"), 10),
+        ((1, 2, "rollout"), 9 + 10),
+    ],
+)
+def test_selecting_maps_costs_the_products_of_what_is_selected(maps, num_products):
+    layers = torch.softmax(torch.randn(10, 2, 5, 5, generator=torch.Generator().manual_seed(0)), dim=-1)
+    accumulator = MapAccumulator(maps)
+    with ProductCounter() as counter:
+        for layer in layers:
+            accumulator.add_layer(layer)
+    assert counter.num_products == num_products
+
+
+@pytest.mark.parametrize("num_tokens", [1, 127, 128, 129, 300])
+def test_lower_triangles_are_multiplied_in_blocks_to_the_same_maps(num_tokens):
+    generator = torch.Generator().manual_seed(0)
+    layers = torch.rand(4, 2, num_tokens, num_tokens, generator=generator).tril()
+    layers /= layers.sum(-1, keepdim=True)
+    maps, stacks = (1, 2, 3, "rollout"), []
+    for packing in ("full", "lower"):
+        accumulator = MapAccumulator(maps, packing)
+        for layer in layers:
+            accumulator.add_layer(layer)
+        stacks.append(accumulator.stack_maps())
+    torch.testing.assert_close(stacks[1], stacks[0], rtol=0, atol=1e-6)
+    assert not stacks[1].triu(1).any()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage_schema.errors import InvalidRecipeError, NewerFormatError
-from storage_schema.recipe import BASELINES, RECIPE_SCHEMA, Recipe, encode_canonical, parse_maps, sort_maps
+from storage_schema.recipe import BASELINES, RECIPE_SCHEMA, VARIANTS, Recipe, encode_canonical, parse_maps, sort_maps
 
 LITERAL = Recipe(
     model="org/name",
@@ -23,6 +23,7 @@ LITERAL = Recipe(
     max_length=64,
     maps=(1, 2, "rollout"),
 )
+CONTROL = replace(LITERAL, variant="random", seed=0)
 OTHER_VALUES = {
     "model": "org/other",
     "model_revision": "commit:" + "d" * 40,
@@ -37,8 +38,8 @@ OTHER_VALUES = {
     "limit": 5,
     "max_length": 65,
     "maps": (1, 2),
-    "variant": "random",
-    "seed": 0,
+    "variant": "half-random",
+    "seed": 1,
     "compute_dtype": "bfloat16",
     "store_dtype": "float32",
     "partition_samples": 1023,
@@ -59,12 +60,12 @@ def test_the_fingerprint_is_the_sha256_of_canonical_json():
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Recipe)])
 def test_every_field_decides_the_fingerprint(name):
-    changed = replace(LITERAL, **{name: OTHER_VALUES[name]})
-    assert changed.fingerprint != LITERAL.fingerprint
+    changed = replace(CONTROL, **{name: OTHER_VALUES[name]})
+    assert changed.fingerprint != CONTROL.fingerprint
 
 
 def test_recipes_that_differ_in_one_field_have_distinct_fingerprints():
-    changed = {replace(LITERAL, **{name: value}).fingerprint for name, value in OTHER_VALUES.items()}
+    changed = {replace(CONTROL, **{name: value}).fingerprint for name, value in OTHER_VALUES.items()}
     assert len(changed) == len(OTHER_VALUES)
 
 
@@ -92,11 +93,12 @@ def test_the_order_of_json_keys_decides_nothing(keys):
     max_length=st.integers(1, 10**6),
     text_unit=st.text(max_size=12),
     store_dtype=st.sampled_from(["float16", "float32"]),
-    seed=st.none() | st.integers(0, 2**32),
+    control=st.none() | st.tuples(st.sampled_from(VARIANTS), st.integers(0, 2**32 - 1)),
 )
 @settings(deadline=None, max_examples=50)
-def test_a_recipe_comes_back_from_its_json_text(**changes):
-    recipe = replace(LITERAL, **{**changes, "maps": tuple(changes["maps"])})
+def test_a_recipe_comes_back_from_its_json_text(control, **changes):
+    variant, seed = control or (None, None)
+    recipe = replace(LITERAL, **{**changes, "maps": tuple(changes["maps"]), "variant": variant, "seed": seed})
     again = Recipe.from_json(json.loads(json.dumps(recipe.to_json())))
     assert again == recipe
     assert again.fingerprint == recipe.fingerprint
@@ -142,13 +144,18 @@ def test_a_map_that_is_neither_an_order_nor_a_name_is_refused_not_dropped(maps):
         ({"maps": ()}, "no map requested"),
         ({"maps": (0, 1)}, "order 0 cannot be stored"),
         ({"maps": (-3,)}, "order -3 cannot be stored"),
-        ({"maps": ("alti",)}, "unknown map 'alti'"),
+        ({"maps": ("altis",)}, "unknown map 'altis'"),
         ({"compute_dtype": "float64"}, "compute_dtype is 'float64'; expected one of float32, bfloat16, float16"),
         ({"store_dtype": "bfloat16"}, "store_dtype is 'bfloat16'; expected one of float16, float32"),
         ({"limit": 0}, "limit is 0; expected 1 or more"),
         ({"limit": -1}, "limit is -1; expected 1 or more"),
         ({"max_length": 0}, "max_length is 0; expected 1 or more"),
         ({"partition_samples": 0}, "partition_samples is 0; expected 1 or more"),
+        ({"variant": "shuffled", "seed": 0}, "variant is 'shuffled' .* random, half-random, shuffled-layers"),
+        ({"variant": "random"}, "the seed of variant random is None"),
+        ({"variant": "random", "seed": -1}, "the seed of variant random is -1; expected an integer from 0"),
+        ({"variant": "random", "seed": 2**32}, "the seed of variant random is 4294967296"),
+        ({"seed": 0}, "variant is None with seed 0"),
     ],
 )
 def test_settings_out_of_range_are_refused_with_value_and_rule(changes, message):
