@@ -7,10 +7,12 @@ outside it keep theirs.
 
 import importlib.util
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -36,6 +38,14 @@ class KeySpan:
     queries: slice
     keys: slice
     masked: slice
+
+    @property
+    def num_queries(self) -> int:
+        return int(self.queries.stop - self.queries.start)
+
+    @property
+    def num_keys(self) -> int:
+        return int(self.keys.stop - self.keys.start)
 
 
 @dataclass(frozen=True)
@@ -123,48 +133,46 @@ def compute_head_mean_attention(
     of `QUERY_BLOCK` queries of one key head are more).
     """
     batch, num_heads, num_queries, head_size = query.shape
-    num_groups, num_keys = key.shape[1], key.shape[2]
-    most_cells = SCORE_CELLS.get(query.device.type, SCORE_CELLS["cuda"])
+    num_groups, num_keys, value_size = value.shape[1:]
     shared = num_heads // num_groups
     mean = query.new_zeros(batch, num_queries, num_keys, dtype=torch.float32)
-    output = value.new_empty(batch, num_queries, num_groups, shared, value.shape[-1])
-    scaled = query.float() * scaling
-    buffers = scaled.new_empty(2, 0)
-    for span in find_key_spans(attention_mask, num_queries, num_keys) if spans is None else spans:
-        block, width = span.queries.stop - span.queries.start, span.keys.stop - span.keys.start
-        cells = shared * block * width
-        num_step = min(num_groups, max(1, most_cells // cells))
-        row_step = min(batch, max(1, most_cells // (cells * num_step)))
-        if buffers.shape[1] < row_step * num_step * cells:
-            buffers = scaled.new_empty(2, row_step * num_step * cells)
-        for row in range(0, batch, row_step):
-            rows = slice(row, row + row_step)
-            for group in range(0, num_groups, num_step):
-                groups = slice(group, group + num_step)
-                keys = key[rows, groups, span.keys].float()
-                values = value[rows, groups, span.keys]
-                queries = scaled[rows, group * shared : (group + num_step) * shared, span.queries]
-                shape = (*queries.shape[:3], width)
-                pairs = len(keys) * keys.shape[1]
-                scores, probabilities = (
-                    buffer[: pairs * cells].view(pairs, shared * block, width) for buffer in buffers
-                )
-                torch.bmm(
-                    queries.reshape(pairs, shared * block, head_size),
-                    keys.transpose(2, 3).reshape(pairs, head_size, width),
-                    out=scores,
-                )
-                if softcap is not None:
-                    scores.div_(softcap).tanh_().mul_(softcap)
-                if attention_mask is not None and span.masked.stop > span.masked.start:
-                    masked = slice(span.masked.start - span.keys.start, span.masked.stop - span.keys.start)
-                    scores.view(shape)[..., masked] += attention_mask[rows, :, span.queries, span.masked]
-                torch.softmax(scores, dim=-1, out=probabilities)
-                mean[rows, span.queries, span.keys] += probabilities.view(shape).sum(1)
-                mixed = torch.bmm(probabilities.to(value.dtype), values.reshape(pairs, width, -1))
-                output[rows, span.queries, groups] = mixed.view(*keys.shape[:2], shared, block, -1).permute(
-                    0, 3, 1, 2, 4
-                )
+    output = value.new_empty(batch, num_queries, num_groups, shared, value_size)
+    spans = find_key_spans(attention_mask, num_queries, num_keys) if spans is None else spans
+    most_cells = SCORE_CELLS.get(query.device.type, SCORE_CELLS["cuda"])
+    cells = shared * max(span.num_queries * span.num_keys for span in spans)
+    group_step = min(num_groups, max(1, most_cells // cells))
+    row_step = min(batch, max(1, most_cells // (cells * group_step)))
+    buffers = mean.new_empty(2, row_step * group_step * cells)
+    for row, group in product(range(0, batch, row_step), range(0, num_groups, group_step)):
+        rows, groups = slice(row, row + row_step), slice(group, group + group_step)
+        keys = key[rows, groups].float().flatten(0, 1)
+        values = value[rows, groups].flatten(0, 1)
+        pairs = len(keys)
+        queries = query[rows, group * shared : groups.stop * shared].float()
+        heads_now = queries.shape[1]
+        queries = queries.reshape(pairs, shared, num_queries, head_size)
+        for span in spans:
+            shape = (pairs, shared * span.num_queries, span.num_keys)
+            scores, probabilities = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
+            torch.baddbmm(
+                scores,
+                queries[:, :, span.queries].reshape(pairs, -1, head_size),
+                keys[:, span.keys].transpose(1, 2),
+                beta=0,
+                alpha=scaling,
+                out=scores,
+            )
+            by_row = (-1, heads_now, span.num_queries, span.num_keys)
+            if softcap is not None:
+                scores.div_(softcap).tanh_().mul_(softcap)
+            if attention_mask is not None and span.masked.stop > span.masked.start:
+                masked = slice(span.masked.start - span.keys.start, span.masked.stop - span.keys.start)
+                scores.view(by_row)[..., masked] += attention_mask[rows, :, span.queries, span.masked]
+            torch.softmax(scores, dim=-1, out=probabilities)
+            mean[rows, span.queries, span.keys] += probabilities.view(by_row).sum(1)
+            mixed = torch.bmm(probabilities.to(value.dtype), values[:, span.keys])
+            by_group = (-1, heads_now // shared, shared, span.num_queries, value_size)
+            output[rows, span.queries, groups] = mixed.view(by_group).permute(0, 3, 1, 2, 4)
     return output.flatten(2, 3), mean.div_(num_heads)
 
 

@@ -5,7 +5,7 @@ Both score how much key j contributes to the output of an attention block at que
 multiply the layers' scores, later layers on the left. With `t_ij` and `y_i` of `blocks`:
 
     IRNL (Kobayashi et al. 2021, arXiv 2109.07152):  c_ij = ||t_ij||_2
-    ALTI (Ferrando et al. 2022, arXiv 2203.04212, eq. 9):  c_ij = max(0, ||y_i||_1 - ||y_i - t_ij||_1)
+    ALTI (Ferrando et al. 2022, arXiv 2203.04212):  c_ij = max(0, ||y_i||_1 - ||y_i - t_ij||_1)
 
 IRNL's norms come from Gram products: `||sum_h a_ij^h v_j^h||^2 = a_ij^T (V_j V_j^T) a_ij`, an H x H matrix a key
 instead of a T x T x D tensor a layer. ALTI's L1 distances have no such form and are computed a few keys at a time.
@@ -39,7 +39,8 @@ def compute_irnl(block: Decomposition) -> Float[Tensor, "T T"]:
 def compute_alti(block: Decomposition) -> Float[Tensor, "T T"]:
     """How near each transformed vector comes to the output, by L1 distance, rows scaled to sum 1.
 
-    A row that no vector comes nearer to than 0 does is NaN.
+    Where no vector brings an output nearer than none at all (the paper's 0 / 0), the token counts as its own: `c_ii =
+    1`.
     """
     columns = []
     size = block.output.abs().sum(dim=-1)
@@ -48,6 +49,8 @@ def compute_alti(block: Decomposition) -> Float[Tensor, "T T"]:
         # Exactly 0 where nothing is attended to, whatever the order of two sums.
         columns.append(nearness.masked_fill_(~transformed.any(dim=-1), 0.0))
     contributions = torch.cat(columns).T.clamp_min(0)
+    nowhere = contributions.sum(dim=-1) == 0
+    contributions.diagonal().masked_fill_(nowhere, 1.0)
     return contributions / contributions.sum(dim=-1, keepdim=True)
 
 

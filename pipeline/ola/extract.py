@@ -76,8 +76,9 @@ def compute_maps(
     real = attention_mask.bool()
     padding = ~(real[:, None, :, None] & real[:, None, None, :])
     stacked.masked_fill_(padding, 0.0)
-    if not stacked.sum(dim=-1).isfinite().all():
-        _name_layer(model, access, input_ids, attention_mask)
+    finite = stacked.sum(dim=-1).isfinite().flatten(1).all(dim=1)
+    if not finite.all():
+        _name_layer(model, access, input_ids, attention_mask, int((~finite).nonzero()[0]))
     return stacked
 
 
@@ -105,7 +106,9 @@ def _run(
         run_model(model, input_ids, attention_mask)
 
 
-def _name_layer(model: PreTrainedModel, access: Access, input_ids: Tensor, attention_mask: Tensor) -> NoReturn:
+def _name_layer(
+    model: PreTrainedModel, access: Access, input_ids: Tensor, attention_mask: Tensor, row: int
+) -> NoReturn:
     # Layers are looked at one by one only in a second pass, so that a sound run pays for one look at its maps.
     real = attention_mask.bool()
     finite: list[Tensor] = []
@@ -123,6 +126,4 @@ def _name_layer(model: PreTrainedModel, access: Access, input_ids: Tensor, atten
                 int((~rows).nonzero()[0]),
                 layer,
             )
-    raise NonFiniteMapError(
-        "attention of every layer is finite, but a row of a baseline's contributions sums to 0", 0, 0
-    )
+    raise NonFiniteMapError("attention of every layer is finite, but a map is not: values or norms overflow", row, 0)

@@ -11,8 +11,10 @@ from torch import Tensor
 from storage_schema.arrays import Packing
 from storage_schema.recipe import MapName
 
-ROW_BLOCK = 128
-"""Rows multiplied at once where maps are lower triangles; what is right of a block's last row is zero and left out."""
+BLOCK = 128
+"""Rows and columns multiplied at once, at least, where maps are lower triangles: blocks that are zero are left out."""
+MOST_BLOCKS = 16
+"""Blocks a side; with so many a product costs a fifth of a full one, and a triangle alone would cost a sixth."""
 
 
 class MapAccumulator:
@@ -76,11 +78,19 @@ class MapAccumulator:
         weight: float,
     ) -> None:
         """`mean <- (1 - weight) * mean + weight * left @ right`, in place."""
+        if not self._is_lower:
+            mean.baddbmm_(left, right, beta=1 - weight, alpha=weight)
+            return
         num_tokens = mean.shape[-1]
-        step = ROW_BLOCK if self._is_lower else num_tokens
-        for start in range(0, num_tokens, step):
-            rows, stop = slice(start, start + step), min(start + step, num_tokens) if self._is_lower else num_tokens
-            mean[:, rows, :stop].baddbmm_(left[:, rows, :stop], right[:, :stop, :stop], beta=1 - weight, alpha=weight)
+        step = max(BLOCK, num_tokens // MOST_BLOCKS)
+        for row in range(0, num_tokens, step):
+            rows = slice(row, min(row + step, num_tokens))
+            for column in range(0, rows.stop, step):
+                # `right` is zero above row `column` there, and `left` is zero after the last of `rows`.
+                columns, between = slice(column, min(column + step, rows.stop)), slice(column, rows.stop)
+                mean[:, rows, columns].baddbmm_(
+                    left[:, rows, between], right[:, between, columns], beta=1 - weight, alpha=weight
+                )
 
     def stack_maps(self) -> Float[Tensor, "B M T T"]:
         """The maps of `self.maps`, in its order, float32. Rows sum to 1.

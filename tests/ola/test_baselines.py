@@ -7,8 +7,8 @@ from transformers import AutoModel
 
 from pipeline.ola import blocks
 from pipeline.ola.attention import reading_attention, run_model
-from pipeline.ola.baselines import CONTRIBUTIONS, reconstruct_output
-from pipeline.ola.blocks import reading_blocks
+from pipeline.ola.baselines import CONTRIBUTIONS, compute_alti, reconstruct_output
+from pipeline.ola.blocks import Decomposition, reading_blocks
 from pipeline.ola.identity import identify_model
 from pipeline.ola.load import load_model
 from storage_schema.errors import UnsupportedModelError
@@ -120,6 +120,7 @@ def multiply_by_definition(name, layers):
             scores = transformed.norm(dim=-1)
         else:
             scores = (output.abs().sum(-1)[:, None] - (output[:, None] - transformed).abs().sum(-1)).clamp_min(0)
+        scores.diagonal()[scores.sum(-1) == 0] = 1.0
         product = scores / scores.sum(-1, keepdim=True) @ product
     return product
 
@@ -167,6 +168,24 @@ def test_the_parts_sum_to_each_blocks_real_output(load_tiny, family):
     ):
         run_model(loaded.model, input_ids, mask)
     assert rows == [0, 1, 2] * loaded.num_layers
+
+
+def test_a_row_that_no_vector_comes_near_to_is_its_own():
+    block = Decomposition(
+        query=torch.zeros(1, 2, 4),
+        key=torch.zeros(1, 2, 4),
+        value=torch.zeros(1, 2, 3),
+        mask=None,
+        scaling=1.0,
+        softcap=None,
+        projection=torch.zeros(1, 3, 5),
+        inverse_scale=torch.ones(2),
+        residual=torch.stack([torch.ones(5), -torch.ones(5)]),
+        bias=torch.stack([torch.zeros(5), 2 * torch.ones(5)]),
+        output=torch.ones(2, 5),
+    )
+    assert torch.equal(compute_alti(block), torch.eye(2))
+    torch.testing.assert_close(reconstruct_output(block), block.output)
 
 
 def test_baselines_beside_orders_change_none_of_them(load_tiny):
