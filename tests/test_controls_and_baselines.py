@@ -42,10 +42,9 @@ def test_controls_are_datasets_of_their_own_and_leave_the_genuine_one_alone(tiny
     assert {path: path.read_bytes() for path in before} == before
     assert open_dataset("tiny-llama/lines/all", store).ref == genuine
     assert len(list_datasets(store)) == 7
-    maps = [open_dataset(ref, store)[1].maps for ref in (genuine, *controls)]
-    for first in range(7):
-        for second in range(first):
-            assert not np.array_equal(maps[first], maps[second])
+    maps = open_dataset(genuine, store)[1].maps
+    for ref in controls:
+        assert not np.array_equal(open_dataset(ref, store)[1].maps, maps), ref
 
 
 def test_a_control_is_made_once_and_recomputed_from_its_seed(tiny_llama, lines, tmp_path, capsys):
