@@ -32,12 +32,13 @@ def test_controls_are_datasets_of_their_own_and_leave_the_genuine_one_alone(tiny
     store = tmp_path / "store"
     (genuine,) = materialize(str(tiny_llama), lines, store=store)
     before = {path: path.read_bytes() for path in store.rglob("*") if path.is_file()}
+    # Seed 0 would draw the very weights of this random model.
     controls = [
         materialize(str(tiny_llama), lines, store=store, variant=variant, seed=seed)[0]
         for variant in VARIANTS
-        for seed in (0, 7)
+        for seed in (3, 7)
     ]
-    expected = [f"tiny-llama+{variant}.{seed}/lines/all@v1" for variant in VARIANTS for seed in (0, 7)]
+    expected = [f"tiny-llama+{variant}.{seed}/lines/all@v1" for variant in VARIANTS for seed in (3, 7)]
     assert controls == expected
     assert {path: path.read_bytes() for path in before} == before
     assert open_dataset("tiny-llama/lines/all", store).ref == genuine
