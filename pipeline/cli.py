@@ -37,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         place = error.filename or f"the store {choose_store(getattr(options, 'store', None))}"
         complain(f"{error.strerror or error}: {place}; mend it and run the same command again")
         return 1
+    except MemoryError as error:
+        complain(f"out of memory ({error}); what is finished stays: with more memory the same command goes on")
+        return 1
     except KeyboardInterrupt:
         complain("interrupted; run the same command again to go on")
         return 130

@@ -49,8 +49,10 @@ def compute_maps(
 
     Rows and columns of padding are exactly 0; within a sample rows sum to 1.
 
-    Beside the forward pass it holds `B * T * T * (maps + 3)` floats at most: the maps, each order below the highest,
-    one layer's head mean, the model's own mask, and (for the products of a baseline) one copy.
+    Above the plain forward pass it holds `B * T * T * (maps + 3)` floats at most: the maps (and each order below the
+    highest), one layer's head mean, the model's own mask, and a copy where a baseline is multiplied; `irnl` and `alti`
+    hold one more each. To that come, whatever the batch, two buffers of `SCORE_CELLS` on a CPU, 16 MiB for a baseline,
+    or what eager attention itself holds of one layer for `MAX_CELLS` probabilities.
 
     Args:
         attention_mask: 1 for tokens, 0 for padding.
