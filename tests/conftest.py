@@ -5,7 +5,12 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from jaxtyping import install_import_hook
+
+# Without a GPU, kernels run in Triton's interpreter. Triton looks for this when it is first imported, by any library.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -86,7 +91,6 @@ def build_model():
 
     `architecture` is a config's `model_type`; `changes` go over the tiny defaults.
     """
-    import torch
     from transformers import AutoConfig, AutoModel
 
     def build(folder: Path, architecture: str = "bert", *, add_special_tokens: bool = True, **changes) -> Path:

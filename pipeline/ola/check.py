@@ -8,7 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from pipeline.ola.attention import AttentionCall, reading_attention, run_model
+from pipeline.ola.attention import AttentionCall, LayerReader, reading_attention, run_model
 from pipeline.ola.baselines import reconstruct_output
 from pipeline.ola.blocks import Decomposition, find_blocks, reading_blocks
 from pipeline.ola.eager import Site, find_sites, reading_eager_attention
@@ -26,8 +26,9 @@ def check_model(model: PreTrainedModel, name: str, tolerance: float) -> Access:
 
     Two short texts of random tokens, one padded, go through the model's eager attention and through ours. There must be
     one call a layer, each equal to the eager probabilities' head mean, with rows that sum to 1 and nothing on padding;
-    and turning the layers' attention outputs around must change the model's output. Models that never call the
-    registered function are read from their eager probabilities.
+    the padded text alone must give the same (a convolution, for one, mixes padding into texts); and turning the layers'
+    attention outputs around must change the model's output. Models that never call the registered function are read
+    from their eager probabilities.
 
     Raises:
         UnsupportedModelError: one of these does not hold; names the model and what was seen.
@@ -39,6 +40,7 @@ def check_model(model: PreTrainedModel, name: str, tolerance: float) -> Access:
         raise UnsupportedModelError(f"{title} has no attention layers that its config names")
     input_ids, mask = make_probe(config, model.device)
     ours: list[Tensor] = []
+    alone: list[Tensor] = []
     modules: list[torch.nn.Module] = []
     try:
         with reading_attention(model, ours.append, lambda call: modules.append(call.module)):
@@ -50,6 +52,9 @@ def check_model(model: PreTrainedModel, name: str, tolerance: float) -> Access:
             modules = [model.get_submodule(site.module) for site in sites]
         else:
             sites = ()
+        short = slice(1, 2), slice(_LENGTHS[1])
+        with _reading(model, sites, alone.append):
+            run_model(model, input_ids[short], mask[short], **_options(sites))
     except Exception as error:  # a model's own code may raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UnsupportedModelError(f"{title}: a pass over two short texts fails: {reason}") from error
@@ -58,15 +63,17 @@ def check_model(model: PreTrainedModel, name: str, tolerance: float) -> Access:
             f"{title} sent {len(ours)} of its {num_layers} layers through a registered attention function and "
             f"returned eager probabilities of {len(eager)}; its attention cannot be read"
         )
-    _check_layers(title, ours, eager, tolerance)
+    _check_layers(title, ours, eager, alone, tolerance)
     if not _is_moved_by(model, modules, sites, input_ids, mask):
         raise UnsupportedModelError(f"{title}: its output stays the same when its attention is changed")
     lower = not any(mean[0].triu(1).any() for mean in ours)
     return Access(num_layers, "lower" if lower else "full", sites)
 
 
-def _check_layers(title: str, ours: list[Tensor], eager: tuple[Tensor, ...], tolerance: float) -> None:
-    for layer, (mean, probabilities) in enumerate(zip(ours, eager, strict=True)):
+def _check_layers(
+    title: str, ours: list[Tensor], eager: tuple[Tensor, ...], alone: list[Tensor], tolerance: float
+) -> None:
+    for layer, (mean, probabilities, unpadded) in enumerate(zip(ours, eager, alone, strict=True)):
         difference = max(
             float((mean[row, :length, :length] - probabilities[row, :, :length, :length].float().mean(0)).abs().max())
             for row, length in enumerate(_LENGTHS)
@@ -79,6 +86,20 @@ def _check_layers(title: str, ours: list[Tensor], eager: tuple[Tensor, ...], tol
                 f"{difference:.1e} (allowed {tolerance:.0e}), rows from 1 by {row_error:.1e}, "
                 f"and {on_padding:.1e} falls on padding"
             )
+        by_padding = float((mean[1, : _LENGTHS[1], : _LENGTHS[1]] - unpadded[0]).abs().max())
+        if not by_padding <= tolerance:
+            raise UnsupportedModelError(
+                f"{title}, layer {layer}: padding changes a text's attention by {by_padding:.1e} "
+                f"(allowed {tolerance:.0e}), so that its maps would depend on the batch"
+            )
+
+
+def _reading(model: PreTrainedModel, sites: tuple[Site, ...], read_layer: LayerReader) -> AbstractContextManager[None]:
+    return reading_eager_attention(model, sites, read_layer) if sites else reading_attention(model, read_layer)
+
+
+def _options(sites: tuple[Site, ...]) -> dict[str, bool]:
+    return {"output_attentions": True} if sites else {}
 
 
 def _is_moved_by(
@@ -87,14 +108,9 @@ def _is_moved_by(
     def turn_around(module: torch.nn.Module, arguments: Any, output: Any) -> Any:
         return (-output[0], *output[1:]) if isinstance(output, tuple) else -output
 
-    def read() -> AbstractContextManager[None]:
-        if sites:
-            return reading_eager_attention(model, sites, lambda mean: None)
-        return reading_attention(model, lambda mean: None)
-
-    options = {"output_attentions": True} if sites else {}
+    options = _options(sites)
     with ExitStack() as stack:
-        stack.enter_context(read())
+        stack.enter_context(_reading(model, sites, lambda mean: None))
         before = run_model(model, input_ids, mask, return_dict=True, **options).last_hidden_state
         for module in dict.fromkeys(modules):
             stack.callback(module.register_forward_hook(turn_around).remove)
@@ -128,13 +144,17 @@ def check_decomposition(model: PreTrainedModel, name: str, access: Access, toler
     def ignore(call: Tensor | AttentionCall) -> None:
         pass
 
-    with reading_blocks(model, list(_LENGTHS), measure) as read_call, reading_attention(model, ignore, read_call):
-        run_model(model, input_ids, mask)
-    worst = max(errors)
+    try:
+        with reading_blocks(model, list(_LENGTHS), measure) as read_call, reading_attention(model, ignore, read_call):
+            run_model(model, input_ids, mask)
+    except Exception as error:  # parts of a known name may be anything
+        raise UnsupportedModelError(f"{title} cannot be taken apart for irnl and alti: {error}") from error
+    worst = max(errors, default=0.0)
+    layer = errors.index(worst) // len(_LENGTHS) if errors else 0
     if len(errors) != len(_LENGTHS) * access.num_layers or not worst <= tolerance:
         raise UnsupportedModelError(
-            f"{title}, layer {errors.index(worst) // len(_LENGTHS)}: the parts that irnl and alti look at sum to "
-            f"the block's output but for {worst:.1e} of it (allowed {tolerance:.0e})"
+            f"{title}, layer {layer}: the parts that irnl and alti look at sum to the block's output but "
+            f"for {worst:.1e} of it (allowed {tolerance:.0e})"
         )
 
 

@@ -36,6 +36,20 @@ def test_a_model_whose_attention_cannot_be_read_is_refused(build_model, tmp_path
         load(folder)
 
 
+@pytest.mark.parametrize(("architecture", "changes"), [("convbert", {"embedding_size": 16}), ("nystromformer", {})])
+def test_a_model_whose_attention_depends_on_padding_is_refused(build_model, tmp_path, architecture, changes):
+    folder = build_model(tmp_path / "tiny", architecture, **changes)
+    with pytest.raises(UnsupportedModelError, match=rf"tiny \({architecture}\), layer \d: padding changes a text's"):
+        load(folder)
+
+
+def test_blocks_with_norms_of_their_own_kind_are_refused_for_baselines_only(build_model, tmp_path):
+    folder = build_model(tmp_path / "tiny", "mobilebert")
+    assert load(folder).num_layers == 3
+    with pytest.raises(UnsupportedModelError, match=r"tiny \(mobilebert\).*irnl and alti"):
+        load(folder, maps=("irnl",))
+
+
 def test_a_weight_that_is_not_in_the_file_is_refused_instead_of_made_up(build_model, tmp_path):
     folder = build_model(tmp_path / "tiny", "bert")
     weights = load_file(folder / "model.safetensors")
