@@ -140,7 +140,7 @@ for kernel in (kernels._sum_rows, kernels._average_heads):
 """
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("dtype", "element_bytes"), [("fp32", 4), ("bf16", 2)])
 @pytest.mark.parametrize("size", [64, *(pytest.param(size, marks=pytest.mark.slow) for size in (32, 128, 256))])
 def test_the_compiler_takes_what_the_interpreter_takes(tmp_path, capability, dtype, element_bytes, size):
