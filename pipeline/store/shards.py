@@ -8,7 +8,7 @@ chunk costs one read and one decompression.
 
 import google_crc32c
 import numpy as np
-from jaxtyping import Float, UInt64
+from jaxtyping import Float, Shaped, UInt64
 from numcodecs import blosc
 from numpy import ndarray
 
@@ -70,8 +70,8 @@ def is_absent(entry: UInt64[ndarray, "2"]) -> bool:
     return bool((entry == _ABSENT).all())
 
 
-def decode_chunk(data: bytes | memoryview, out: Float[ndarray, " cells"]) -> None:
-    """Fills `out`, of `CHUNK_CELLS` in the stored dtype, with a chunk's cells.
+def decode_chunk(data: bytes | memoryview, out: Shaped[ndarray, "..."]) -> None:
+    """Fills `out`, in the stored dtype, with the values of a chunk: of a shard, or a whole object of an index array.
 
     Raises:
         ValueError: its checksum is not right, or it does not decode to a whole chunk.
