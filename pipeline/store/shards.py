@@ -14,7 +14,7 @@ import struct
 
 import google_crc32c
 import numpy as np
-from jaxtyping import Float, UInt64
+from jaxtyping import Float, Shaped, UInt64
 from numcodecs import blosc
 from numpy import ndarray
 
@@ -84,11 +84,16 @@ def decode_index(tail: bytes, num_bytes: int) -> UInt64[ndarray, "K 2"]:
     return index
 
 
-def decode_chunk(data: bytes, cells: Float[ndarray, " chunk"]) -> None:
-    """Fills `cells`, an array of `CHUNK_CELLS` cells of the stored dtype, with those of a chunk.
+def is_absent(pair: UInt64[ndarray, "2"]) -> bool:
+    """Whether a pair of the index says that its chunk is zeros alone."""
+    return bool((pair == _ABSENT).all())
+
+
+def decode_chunk(data: bytes, cells: Shaped[ndarray, "..."]) -> None:
+    """Fills `cells`, an array of the stored dtype, with the values of a chunk: of a shard, or of an index array.
 
     Args:
-        data: exactly the bytes that the index names.
+        data: exactly the bytes that the index names, or those of a whole object of an index array.
 
     Raises:
         DamagedShardError: the chunk fails its checksum, does not decode, or holds another number of cells.

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from zarr.codecs import BloscCodec, Crc32cCodec
 from zarr.storage import MemoryStore
 
-from pipeline.store.shards import DamagedShardError, count_index_bytes, decode_chunk, decode_index, encode_shard
+from pipeline.store.shards import (
+    DamagedShardError,
+    count_index_bytes,
+    decode_chunk,
+    decode_index,
+    encode_shard,
+    is_absent,
+)
 from storage_schema.arrays import CHUNK_CELLS
 
 ROW_CELLS = 8 * CHUNK_CELLS
@@ -48,6 +55,7 @@ def read_shard(data: bytes, dtype: str, row_cells: int) -> np.ndarray:
     cells = np.zeros(row_cells, dtype)
     index = decode_index(data[-count_index_bytes(row_cells) :], len(data))
     for chunk, (offset, length) in enumerate(index.tolist()):
+        assert is_absent(index[chunk]) == (offset == ABSENT)
         if offset != ABSENT:
             part = cells[chunk * CHUNK_CELLS : (chunk + 1) * CHUNK_CELLS]
             part[:] = 7  # what a decoder leaves is not taken for zeros
