@@ -19,7 +19,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from pipeline.store.catalog import choose_store
-from pipeline.store.folder import StoreFolder, open_store
+from pipeline.store.layout import Store, open_store
 from pipeline.store.open import StoredVersion
 from pipeline.store.versions import Version, resolve_ref
 from storage_schema.arrays import CHUNK_CELLS, Packing, count_cells, unpack_map
@@ -94,7 +94,7 @@ class OlaDataset(torch.utils.data.Dataset[Item]):
     """A finished version, readable from any process: it pickles, and each process opens the store for itself."""
 
     def __init__(
-        self, store: StoreFolder, version: Version, maps: tuple[MapName, ...], cache_bytes: int = CACHE_BYTES
+        self, store: Store, version: Version, maps: tuple[MapName, ...], cache_bytes: int = CACHE_BYTES
     ) -> None:
         self.maps = maps
         """The maps that are read, in the order they were asked for."""

@@ -1,12 +1,19 @@
-"""The Zarr arrays of a version: how they are created, with which codecs."""
+"""The Zarr arrays of a version: with which codecs they are encoded, and under which names.
 
-from collections.abc import Sequence
+Everything is encoded in memory by zarr; the store puts the objects where they belong, in its own way.
+"""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
 import zarr
+from jaxtyping import Float, Shaped
+from numpy import ndarray
 from zarr.codecs import BloscCodec, Crc32cCodec
-from zarr.storage import LocalStore
+from zarr.core.buffer import Buffer
+from zarr.storage import MemoryStore
 
-from pipeline.store.folder import StoreFolder
 from storage_schema.arrays import CHUNK_CELLS, INDEX_ARRAYS, Packing, Partition, count_row_cells, name_array
 from storage_schema.recipe import Recipe
 from storage_schema.refs import Dataset
@@ -19,43 +26,59 @@ def _codecs() -> list[BloscCodec | Crc32cCodec]:
     return [BloscCodec(cname="zstd", clevel=5, shuffle="bitshuffle"), Crc32cCodec()]
 
 
-def create_group(
-    store: StoreFolder,
-    dataset: Dataset,
-    recipe: Recipe,
-    *,
-    packing: Packing,
-    num_layers: int,
-    num_samples: int,
-    num_tokens: int,
-    partitions: Sequence[Partition],
-) -> zarr.Group:
-    """A new group with every array of the version, empty."""
-    group = zarr.open_group(LocalStore(store.group_path(dataset, recipe.fingerprint)), mode="w")
-    group.attrs.update({"dataset": str(dataset), "fingerprint": recipe.fingerprint, "packing": packing})
-    axes = {"S": num_samples, "N": num_tokens}
-    for index in INDEX_ARRAYS:
-        shape = (axes[index.axis],) if index.width == 1 else (axes[index.axis], index.width)
-        group.create_array(
-            index.name,
-            shape=shape,
-            dtype=index.dtype,
-            chunks=(min(_INDEX_CHUNK, shape[0]), *shape[1:]),
-            compressors=_codecs(),
-            attributes={"meaning": index.meaning},
-            config={"write_empty_chunks": True},  # so that every index object exists, also one of zeros alone
-        )
-    cells = count_row_cells(partitions)
-    for name in recipe.maps:
-        group.create_array(
-            name_array(name),
-            shape=(len(partitions), cells),
-            dtype=recipe.store_dtype,
-            chunks=(1, CHUNK_CELLS),
-            shards=(1, cells),
-            compressors=_codecs(),
-            fill_value=0,
-            dimension_names=("partition", "cell"),
-            attributes={"scale": 2.0**-num_layers} if name == "rollout" else {},
-        )
-    return group
+class GroupEncoder:
+    """The objects of one version's group: bytes by key relative to the group."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        recipe: Recipe,
+        partitions: Sequence[Partition],
+        index: Mapping[str, Shaped[ndarray, "..."]],
+        *,
+        packing: Packing,
+        num_layers: int,
+    ) -> None:
+        """Encodes what the group holds before its first partition: all metadata, and the index.
+
+        Args:
+            index: the arrays of `INDEX_ARRAYS` by name.
+        """
+        self._objects: dict[str, Buffer] = {}
+        self._group = zarr.open_group(MemoryStore(self._objects), mode="w")
+        self._group.attrs.update({"dataset": str(dataset), "fingerprint": recipe.fingerprint, "packing": packing})
+        for array in INDEX_ARRAYS:
+            values = index[array.name]
+            self._group.create_array(
+                array.name,
+                shape=values.shape,
+                dtype=array.dtype,
+                chunks=(min(_INDEX_CHUNK, values.shape[0]), *values.shape[1:]),
+                compressors=_codecs(),
+                attributes={"meaning": array.meaning},
+                config={"write_empty_chunks": True},  # so that every index object exists, also one of zeros alone
+            )[...] = values
+        cells = count_row_cells(partitions)
+        for name in recipe.maps:
+            self._group.create_array(
+                name_array(name),
+                shape=(len(partitions), cells),
+                dtype=recipe.store_dtype,
+                chunks=(1, CHUNK_CELLS),
+                shards=(1, cells),
+                compressors=_codecs(),
+                fill_value=0,
+                dimension_names=("partition", "cell"),
+                attributes={"scale": 2.0**-num_layers} if name == "rollout" else {},
+            )
+        self.index = {name: self._objects[name].to_bytes() for name in sorted(self._objects)}
+        """Metadata and index."""
+
+    def encode_shard(self, name: str, partition: int, cells: Float[ndarray, " cells"]) -> tuple[str, bytes]:
+        """The key and the bytes of one shard: a partition's cells in one map array, in the stored dtype."""
+        array: zarr.Array[Any] = self._group[name]  # type: ignore[assignment]
+        filled = np.zeros(-(-len(cells) // CHUNK_CELLS) * CHUNK_CELLS, array.dtype)
+        filled[: len(cells)] = cells
+        array[partition, : len(filled)] = filled
+        key = f"{name}/c/{partition}/0"
+        return key, self._objects.pop(key).to_bytes()

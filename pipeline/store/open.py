@@ -14,7 +14,8 @@ from jaxtyping import Float, Shaped
 from numpy import ndarray
 from zarr.storage import LocalStore
 
-from pipeline.store.folder import StoreFolder, hash_bytes
+from pipeline.store.layout import Store
+from pipeline.store.objects import describe_bytes
 from pipeline.store.presence import check_presence, check_size, describe_remedy
 from pipeline.store.samples import read_samples_table
 from pipeline.store.versions import Version
@@ -30,7 +31,7 @@ class StoredVersion:
     first read.
     """
 
-    def __init__(self, store: StoreFolder, version: Version) -> None:
+    def __init__(self, store: Store, version: Version) -> None:
         """Opens the version.
 
         Raises:
@@ -38,26 +39,26 @@ class StoredVersion:
             CorruptedObjectError: an object has another size than recorded. (Zarr would read either as fill values.)
         """
         self.store, self.version, self.manifest = store, version, version.manifest
-        self.path = store.dataset_path(self.manifest.dataset) / self.manifest.folder
+        self._prefix = store.group_key(self.manifest.dataset, self.manifest.recipe.fingerprint)
         self._checked: set[str] = set()
         check_presence(store, version)
 
     def _check_object(self, name: str) -> None:
         # Presence and size at every reading, since Zarr takes a missing object for zeros; the digest at the first one,
         # since a checksum inside an object does not tell that it stands in another's place.
-        path, stored = self.path / name, self.manifest.objects[name]
-        check_size(self.version, path, stored.num_bytes)
+        key, stored = f"{self._prefix}/{name}", self.manifest.objects[name]
+        check_size(self.store, self.version, key, stored.num_bytes)
         if name not in self._checked:
-            if hash_bytes(path.read_bytes()) != stored.sha256:
+            if describe_bytes(self.store.objects.localize(key, stored).read_bytes()) != stored:
                 raise CorruptedObjectError(
-                    f"{self.version.ref}: object {path} is not the one that was written (its SHA-256 differs); "
-                    f"{describe_remedy(self.version)}"
+                    f"{self.version.ref}: object {self.store.describe(key)} is not the one that was written "
+                    f"(its SHA-256 differs); {describe_remedy(self.version)}"
                 )
             self._checked.add(name)
 
     @cached_property
     def _group(self) -> zarr.Group:
-        return zarr.open_group(LocalStore(self.path, read_only=True), mode="r")
+        return zarr.open_group(LocalStore(self.store.describe(self._prefix), read_only=True), mode="r")
 
     @cached_property
     def index(self) -> dict[str, Shaped[ndarray, "..."]]:
@@ -98,6 +99,6 @@ class StoredVersion:
             return np.asarray(array[selection])
         except Exception as error:
             raise CorruptedObjectError(
-                f"{self.version.ref}: {self.path / chunks} cannot be read "
+                f"{self.version.ref}: {self.store.describe(self._prefix)}/{chunks} cannot be read "
                 f"({type(error).__name__}: {error}); {describe_remedy(self.version)}"
             ) from error

@@ -9,14 +9,8 @@ import pytest
 
 from pipeline.readers import open_dataset
 from pipeline.store.catalog import list_datasets
-from pipeline.store.folder import (
-    STORE_FORMAT,
-    check_writable,
-    open_store,
-    open_store_for_writing,
-    put_if_absent,
-    replace_object,
-)
+from pipeline.store.folder import FolderObjects
+from pipeline.store.layout import STORE_FORMAT, check_writable, open_store, open_store_for_writing
 from storage_schema.errors import NewerFormatError, StoreAccessError
 
 PROCESSES = 8
@@ -25,17 +19,20 @@ CONTEXT.set_forkserver_preload(["pipeline.readers", "pipeline.extraction", "pipe
 REF = "a/b/c"
 
 
-def race_for(path: Path, barrier, number: int, outcomes) -> None:
+def race_for(folder: Path, key: str, barrier, number: int, outcomes) -> None:
     data = bytes([number]) * 200_000
     barrier.wait()
-    outcomes.put((number, put_if_absent(path, data)))
+    outcomes.put((number, FolderObjects(folder).put_if_absent(key, data)))
 
 
 def test_of_eight_processes_one_alone_puts_its_object(tmp_path):
     for attempt in range(3):
-        path = tmp_path / str(attempt) / "deep" / "object"
+        key = f"{attempt}/deep/object"
+        path = tmp_path / key
         barrier, outcomes = CONTEXT.Barrier(PROCESSES), CONTEXT.Queue()
-        processes = [CONTEXT.Process(target=race_for, args=(path, barrier, n, outcomes)) for n in range(PROCESSES)]
+        processes = [
+            CONTEXT.Process(target=race_for, args=(tmp_path, key, barrier, n, outcomes)) for n in range(PROCESSES)
+        ]
         for process in processes:
             process.start()
         results = dict(outcomes.get(timeout=60) for _ in processes)
@@ -48,28 +45,28 @@ def test_of_eight_processes_one_alone_puts_its_object(tmp_path):
 
 
 def test_an_object_that_is_there_stays_as_it_is(tmp_path):
-    path = tmp_path / "object"
-    assert put_if_absent(path, b"first")
-    assert not put_if_absent(path, b"second")
-    assert path.read_bytes() == b"first"
+    objects = FolderObjects(tmp_path)
+    assert objects.put_if_absent("object", b"first")
+    assert not objects.put_if_absent("object", b"second")
+    assert objects.read("object") == b"first"
 
 
 def test_a_replaced_object_is_never_seen_torn(tmp_path):
-    path = tmp_path / "object"
+    objects = FolderObjects(tmp_path)
     contents = [bytes([number]) * 300_000 for number in range(2)]
-    replace_object(path, contents[0])
+    objects.replace("object", contents[0])
     stop = threading.Event()
 
     def write() -> None:
         for turn in range(60):
-            replace_object(path, contents[turn % 2])
+            objects.replace("object", contents[turn % 2])
         stop.set()
 
     writer = threading.Thread(target=write)
     writer.start()
     seen = set()
     while not stop.is_set():
-        seen.add(path.read_bytes())
+        seen.add(objects.read("object"))
     writer.join()
     assert seen <= set(contents)
     assert [entry.name for entry in tmp_path.iterdir()] == ["object"]
@@ -82,9 +79,9 @@ def test_a_missing_or_empty_folder_becomes_a_store(make, tmp_path):
         path.mkdir(parents=True)
     check_writable(path)
     assert path.exists() is (make == "empty")
-    assert open_store_for_writing(path).path == path
+    assert open_store_for_writing(path).describe() == str(path)
     assert json.loads((path / "ola-store.json").read_bytes()) == {"ola_store": STORE_FORMAT}
-    assert open_store(path).path == path
+    assert open_store(path).describe() == str(path)
 
 
 def test_a_store_that_another_process_is_just_making_is_waited_for_or_finished(tmp_path):
@@ -92,7 +89,7 @@ def test_a_store_that_another_process_is_just_making_is_waited_for_or_finished(t
     (tmp_path / ".ola-store.json.abc123.partial").write_bytes(b"")
     check_writable(tmp_path)
     open_store_for_writing(tmp_path)
-    assert open_store(tmp_path).path == tmp_path
+    assert open_store(tmp_path).describe() == str(tmp_path)
 
 
 def make_store(path: Path, barrier, outcomes) -> None:
