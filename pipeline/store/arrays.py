@@ -56,7 +56,6 @@ class GroupEncoder:
                 chunks=(min(_INDEX_CHUNK, values.shape[0]), *values.shape[1:]),
                 compressors=_codecs(),
                 attributes={"meaning": array.meaning},
-                config={"write_empty_chunks": True},  # so that every index object exists, also one of zeros alone
             )[...] = values
         cells = count_row_cells(partitions)
         for name in recipe.maps:
@@ -72,7 +71,7 @@ class GroupEncoder:
                 attributes={"scale": 2.0**-num_layers} if name == "rollout" else {},
             )
         self.index = {name: self._objects[name].to_bytes() for name in sorted(self._objects)}
-        """Metadata and index."""
+        """Metadata and index. A chunk of zeros alone has no object: zarr leaves it out, and reads what is absent as 0."""
 
     def encode_shard(self, name: str, partition: int, cells: Float[ndarray, " cells"]) -> tuple[str, bytes]:
         """The key and the bytes of one shard: a partition's cells in one map array, in the stored dtype."""
