@@ -71,7 +71,7 @@ class GroupEncoder:
                 attributes={"scale": 2.0**-num_layers} if name == "rollout" else {},
             )
         self.index = {name: self._objects[name].to_bytes() for name in sorted(self._objects)}
-        """Metadata and index. A chunk of zeros alone has no object: zarr leaves it out, and reads what is absent as 0."""
+        """Metadata and index. A chunk of zeros alone has no object: zarr leaves it out, and reads it as 0."""
 
     def encode_shard(self, name: str, partition: int, cells: Float[ndarray, " cells"]) -> tuple[str, bytes]:
         """The key and the bytes of one shard: a partition's cells in one map array, in the stored dtype."""

@@ -33,7 +33,7 @@ def list_datasets(store: str | Path | None = None) -> list[DatasetEntry]:
     """Every finished version of a store, by dataset and number; empty where there is no store yet.
 
     Raises:
-        StoreAccessError: the path is a file, a URL, or a folder that is no store.
+        StoreAccessError: the path is a file, a URL that names no bucket, or something that is no store.
         NewerFormatError: a later release wrote the store or a manifest.
         CorruptedObjectError: a manifest or a tag is not what was written.
         InvalidNameError: a folder that holds a manifest has a name that may not stand in a ref.

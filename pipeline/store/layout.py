@@ -9,6 +9,7 @@ _work/<fingerprint>/, _work/<fingerprint>.*       an unfinished version's journa
 """
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from storage_schema.refs import Dataset
 
 STORE_FORMAT = 1
 _MARKER = "ola-store.json"
+_COLLAPSED_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 @dataclass(frozen=True)
@@ -53,15 +55,17 @@ class Store:
 
 
 def connect(store: str | Path) -> Objects:
-    """The objects of the place that a path names, whether or not it holds a store.
+    """The objects of the place that a path or `s3://bucket/prefix` names, whether or not it holds a store.
 
     Raises:
-        StoreAccessError: it is a file, a URL, or no path.
+        StoreAccessError: it is a file, no path, or another URL.
     """
     if "://" in str(store):
-        raise StoreAccessError(
-            f"the store {str(store).partition('://')[0]}://... is a URL; this release keeps stores in folders"
-        )
+        from pipeline.store.bucket import open_bucket
+
+        return open_bucket(str(store))
+    if _COLLAPSED_URL.match(str(store)):
+        raise StoreAccessError(f"the store {store} is a URL that went through pathlib; pass it as a string, with '://'")
     return open_folder(store)
 
 
@@ -69,7 +73,8 @@ def open_store(store: str | Path) -> Store:
     """The store at a path, for reading.
 
     Raises:
-        StoreAccessError: there is nothing, it is a file or a URL, or it holds no store.
+        StoreAccessError: there is nothing, it is a file or a URL that names no bucket, or it holds no store.
+        StoreUnavailableError: the bucket does not answer.
         NewerFormatError: a later release wrote it.
     """
     return _open(connect(store))
@@ -87,7 +92,7 @@ def _open(objects: Objects) -> Store:
             raise StoreAccessError(
                 f"there is no store at {place}; `ola materialize --store {place}` makes one"
             ) from None
-        raise StoreAccessError(f"{place} is no store: it has no {_MARKER}; name another folder with --store") from None
+        raise StoreAccessError(f"{place} is no store: it has no {_MARKER}; name another place with --store") from None
     except (ValueError, KeyError, TypeError):
         raise StoreAccessError(
             f'{objects.describe(_MARKER)} is not a store\'s marker; restore it from a copy: {{"ola_store": 1}}'
@@ -105,7 +110,8 @@ def open_store_for_writing(store: str | Path) -> Store:
     """The store at a path, made there if nothing is there yet.
 
     Raises:
-        StoreAccessError: the place cannot be written, is a file, a URL, or holds something else.
+        StoreAccessError: the place cannot be written, is no place for a store, or holds something else.
+        StoreUnavailableError: the bucket does not answer.
         NewerFormatError: a later release wrote it.
     """
     objects = connect(store)
