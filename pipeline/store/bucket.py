@@ -8,12 +8,12 @@ AWS_ACCESS_KEY_ID, ...). What a server answers may hold keys and tokens: no mess
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 import obstore
@@ -34,17 +34,18 @@ from storage_schema.manifest import StoredObject
 from storage_schema.paths import find_cache
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta, PutMode
+    from obstore import ObjectMeta, PutMode, PutResult
+
+_Answer = TypeVar("_Answer")
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX_PART = re.compile(r"[A-Za-z0-9_+=-][A-Za-z0-9._+=-]*")
 _SERVER_CODE = re.compile(r"<Code>([A-Za-z]{1,60})</Code>")
+_NO_BUCKET = "<Code>NoSuchBucket</Code>"
 _STATUS = re.compile(r"status code: (\d{3})")
 
-_REQUEST_TIME = timedelta(minutes=5)
+REQUEST_TIME = timedelta(minutes=5)
 """For one request, with the largest shard over a slow line in mind."""
-_BEAT_TIME = timedelta(seconds=10)
-"""For a beat of a lease, which is late when it takes longer."""
 _RETRIES = 6  # over about 6 seconds
 _NEVER_AN_ETAG = '"00000000000000000000000000000000"'
 
@@ -105,35 +106,28 @@ class BucketObjects:
         return "/".join(part for part in ("s3:/", self.bucket, self.prefix, key) if part)
 
     def read(self, key: str) -> bytes:
-        with self._translate(key):
-            return bytes(obstore.get(self._connect(), self._locate(key)).bytes())
+        return self.read_with_etag(key)[0]
 
     def find_size(self, key: str) -> int | None:
         try:
-            with self._translate(key):
-                return int(obstore.head(self._connect(), self._locate(key))["size"])
+            return self._ask(key, obstore.head)["size"]
         except FileNotFoundError:
             return None
 
     def list_names(self, prefix: str) -> list[str]:
-        place = self._locate(prefix)
-        with self._translate(prefix):
-            found = obstore.list_with_delimiter(self._connect(), place or None)
+        found = self._ask(prefix, lambda client, place: obstore.list_with_delimiter(client, place or None))
         names = [meta["path"] for meta in found["objects"]] + [f"{path}/" for path in found["common_prefixes"]]
-        return sorted(name.removeprefix(f"{place}/") for name in names)
+        return sorted(name.removeprefix(f"{self._locate(prefix)}/") for name in names)
 
     def list_sizes(self, prefix: str) -> dict[str, int]:
-        return {name: meta["size"] for name, meta in self._list(prefix)}
+        return {name: meta["size"] for name, meta in self._list(prefix).items()}
 
-    def _list(self, prefix: str) -> "Iterator[tuple[str, ObjectMeta]]":
-        place = self._locate(prefix)
-        with self._translate(prefix):
-            for metas in obstore.list(self._connect(), place or None, chunk_size=1000):
-                for meta in metas:
-                    yield meta["path"].removeprefix(f"{place}/"), meta
+    def _list(self, prefix: str) -> "dict[str, ObjectMeta]":
+        metas = self._ask(prefix, lambda client, place: obstore.list(client, place or None).collect())
+        return {meta["path"].removeprefix(f"{self._locate(prefix)}/"): meta for meta in metas}
 
     def find_changed(self, prefix: str, recorded: Mapping[str, StoredObject]) -> set[str]:
-        found = dict(self._list(prefix))
+        found = self._list(prefix)
         return {
             name
             for name, stored in recorded.items()
@@ -167,41 +161,44 @@ class BucketObjects:
         return data
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        return self._put(key, data, "create", _REQUEST_TIME) is not None
+        return self._put(key, data, "create", REQUEST_TIME) is not None
 
     def replace(self, key: str, data: bytes) -> None:
-        self._put(key, data, "overwrite", _REQUEST_TIME)
+        if self._put(key, data, "overwrite", REQUEST_TIME) is None:
+            raise StoreUnavailableError(f"{self.describe(key)}: the server refused a put without a condition")
 
-    def put_on_condition(self, key: str, data: bytes, etag: str | None) -> str | None:
+    def put_on_condition(self, key: str, data: bytes, etag: str | None, time: timedelta = REQUEST_TIME) -> str | None:
         """The object's new ETag, where it had the given one (None: where it was absent); None where not."""
-        return self._put(key, data, "create" if etag is None else {"e_tag": etag}, _BEAT_TIME)
+        return self._put(key, data, "create" if etag is None else {"e_tag": etag}, time)
 
     def _put(self, key: str, data: bytes, mode: "PutMode", time: timedelta) -> str | None:
+        def put(client: S3Store, place: str) -> "PutResult":
+            # In one part: an upload in several would leave invisible, paid-for parts behind a killed process.
+            return obstore.put(client, place, data, mode=mode, use_multipart=False)
+
         try:
-            with self._translate(key):
-                # In one part: an upload in several would leave invisible, paid-for parts behind a killed process.
-                result = obstore.put(self._connect(time), self._locate(key), data, mode=mode, use_multipart=False)
+            result = self._ask(key, put, time)
         except (AlreadyExistsError, PreconditionError):
             return None
         self._etags[key] = result["e_tag"] or ""
         return self._etags[key]
 
-    def read_with_etag(self, key: str) -> tuple[bytes, str]:
+    def read_with_etag(self, key: str, time: timedelta = REQUEST_TIME) -> tuple[bytes, str]:
         """An object's bytes and ETag; raises as `read`."""
-        with self._translate(key):
-            result = obstore.get(self._connect(_BEAT_TIME), self._locate(key))
+
+        def get(client: S3Store, place: str) -> tuple[bytes, str]:
+            result = obstore.get(client, place)
             return bytes(result.bytes()), result.meta["e_tag"] or ""
+
+        return self._ask(key, get, time)
 
     def remove(self, key: str) -> None:
         """Removes an object, if it is there."""
-        with self._translate(key):
-            obstore.delete(self._connect(), [self._locate(key)])
+        self._ask(key, lambda client, place: obstore.delete(client, [place]))
 
     def remove_tree(self, prefix: str) -> None:
-        places = [meta["path"] for _, meta in self._list(prefix)]
-        with self._translate(prefix):
-            if places:
-                obstore.delete(self._connect(), places)
+        if places := [meta["path"] for meta in self._list(prefix).values()]:
+            self._ask(prefix, lambda client, _: obstore.delete(client, places))
 
     def sweep(self, prefix: str, *, deep: bool = False) -> None:
         pass  # an upload that was cut off leaves nothing
@@ -219,7 +216,7 @@ class BucketObjects:
     def _locate(self, key: str) -> str:
         return "/".join(part for part in (self.prefix, key) if part)
 
-    def _connect(self, time: timedelta = _REQUEST_TIME) -> S3Store:
+    def _connect(self, time: timedelta) -> S3Store:
         if _processes and os.getpid() not in _processes:
             raise StoreUnavailableError(
                 f"{self.describe()}: this process was forked from one that has used the store already, and would hang; "
@@ -227,48 +224,45 @@ class BucketObjects:
             )
         _processes.add(os.getpid())
         if time not in self._clients:
-            endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or _find_endpoint()
             self._clients[time] = S3Store(
                 self.bucket,
                 conditional_put="etag",
                 checksum_algorithm="SHA256",
-                client_options={"allow_http": endpoint.startswith("http://"), "timeout": time},
+                client_options={"allow_http": _find_endpoint().startswith("http://"), "timeout": time},
                 retry_config={"max_retries": _RETRIES},
             )
         return self._clients[time]
 
-    @contextmanager
-    def _translate(self, key: str) -> Iterator[None]:
-        """Turns what obstore raises into this project's errors, without a word of what a server answered."""
-        absent, problem = False, ""
+    def _ask(self, key: str, request: Callable[[S3Store, str], _Answer], time: timedelta = REQUEST_TIME) -> _Answer:
+        """What a request gives; what obstore raises becomes an error without a word of what a server answered."""
         try:
-            yield
+            return request(self._connect(time), self._locate(key))
         except (AlreadyExistsError, PreconditionError):
-            raise
+            raise  # both end in `_put`
         except FileNotFoundError as error:
-            absent = "<Code>NoSuchBucket</Code>" not in str(error)
-            problem = "there is no such bucket"
+            problem = _explain(error) if _NO_BUCKET in str(error) else None
         except (BaseError, ValueError, OSError) as error:
             problem = _explain(error)
-        if absent:
+        # Outside the handlers, so that the errors do not carry obstore's as their context.
+        if problem is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.describe(key))
-        if problem:
-            raise StoreUnavailableError(f"{self.describe(key)}: {problem}")
+        raise StoreUnavailableError(f"{self.describe(key)}: {problem}")
 
 
 def _find_endpoint() -> str:
-    return os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT") or ""
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
 
 
 def _explain(error: Exception) -> str:
     text = str(error)
     code, status = _SERVER_CODE.search(text), _STATUS.search(text)
     answer = " ".join(match[1] for match in (status, code) if match)
-    server = urlsplit(os.environ.get("AWS_ENDPOINT_URL_S3") or _find_endpoint()).hostname or "Amazon S3"
-    if code and code[1] == "NoSuchBucket":
-        return "there is no such bucket"
-    if isinstance(error, PermissionDeniedError | UnauthenticatedError):
-        return f"{server} refuses these credentials the right ({answer}); look at AWS_ACCESS_KEY_ID and its permissions"
+    server = urlsplit(_find_endpoint()).hostname or "Amazon S3"
+    if _NO_BUCKET in text:
+        return f"{server} has no such bucket; make it, or look at AWS_ENDPOINT_URL"
+    if isinstance(error, PermissionDeniedError | UnauthenticatedError) or answer[:3] in ("401", "403"):
+        return f"{server} refuses it to these credentials ({answer}); look at AWS_ACCESS_KEY_ID and what it may do"
     if answer:
         return f"{server} answers {answer}; run the same command again when it works"
     return (

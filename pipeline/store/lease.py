@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 LEASE_SECONDS = 60.0
 """How long a lease must stay unchanged before others take it over."""
 _BEATS_A_LEASE = 6
+_BEAT_TIME = timedelta(seconds=10)
+"""For one request: a beat that takes longer is late."""
 _SAFE_SHARE = 0.5
 """An owner goes on without asking again while its last beat is younger than this share of `LEASE_SECONDS`."""
 
@@ -105,7 +108,7 @@ class Lease:
         began = time.monotonic()
         self._beat += 1
         data = json.dumps({"owner": self._owner, "beat": self._beat}).encode()
-        written = self._objects.put_on_condition(self._key, data, etag)
+        written = self._objects.put_on_condition(self._key, data, etag, _BEAT_TIME)
         if written is None:
             return False
         self._etag, self._confirmed = written, began
@@ -113,7 +116,7 @@ class Lease:
 
     def _read(self) -> tuple[str, int, str] | None:
         try:
-            data, etag = self._objects.read_with_etag(self._key)
+            data, etag = self._objects.read_with_etag(self._key, _BEAT_TIME)
         except FileNotFoundError:
             return None
         try:

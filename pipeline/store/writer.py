@@ -14,11 +14,12 @@ import numpy as np
 from jaxtyping import Float, Shaped
 from numpy import ndarray
 
-from pipeline.store.arrays import GroupEncoder
+from pipeline.store.arrays import encode_group
 from pipeline.store.layout import Store
 from pipeline.store.objects import Ownership, describe_bytes
+from pipeline.store.shards import encode_shard
 from pipeline.store.versions import Version, publish_version
-from storage_schema.arrays import Packing, Partition, name_array
+from storage_schema.arrays import Packing, Partition, count_row_cells, name_array
 from storage_schema.errors import MissingObjectError
 from storage_schema.manifest import Manifest, MapStatistics, StoredObject
 from storage_schema.recipe import Recipe
@@ -76,13 +77,12 @@ class VersionWriter:
             owner: what `own_work` gave; it is asked before every step that counts.
         """
         self._store, self._dataset, self._recipe, self._owner = store, dataset, recipe, owner
-        self._partitions = partitions
+        self._partitions, self._row_cells = partitions, count_row_cells(partitions)
         self._group = store.group_key(dataset, recipe.fingerprint)
         self._work = store.work_key(recipe.fingerprint)
         self._sweep()
-        self._encoder = GroupEncoder(dataset, recipe, partitions, index, packing=packing, num_layers=num_layers)
         self._records = dict(self._read_records())
-        self._write_index()
+        self._write_index(encode_group(dataset, recipe, partitions, index, packing=packing, num_layers=num_layers))
 
     def _sweep(self) -> None:
         samples = self._store.samples_key(self._dataset.corpus, self._recipe.split, self._recipe.corpus_sha256)
@@ -98,9 +98,9 @@ class VersionWriter:
             except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
                 continue  # a torn record costs its step
 
-    def _write_index(self) -> None:
+    def _write_index(self, encoded: Mapping[str, bytes]) -> None:
         # Equal recipes give equal bytes, but for other versions of the libraries that tokenize and encode.
-        objects = {name: describe_bytes(data) for name, data in self._encoder.index.items()}
+        objects = {name: describe_bytes(data) for name, data in encoded.items()}
         left = self._records.get(_INDEX_RECORD)
         if left is None or left.objects != objects:
             self._owner.check()
@@ -108,7 +108,7 @@ class VersionWriter:
             self._store.objects.remove_tree(self._work)
             self._records.clear()
         for name in sorted(self._store.objects.find_changed(self._group, objects)):
-            self._store.objects.replace(f"{self._group}/{name}", self._encoder.index[name])
+            self._store.objects.replace(f"{self._group}/{name}", encoded[name])
         if not self._records:
             self._record(_INDEX_RECORD, _Record(objects, {}))
 
@@ -133,7 +133,7 @@ class VersionWriter:
         """
         objects, statistics = {}, {}
         for name, values in cells.items():
-            key, data = self._encoder.encode_shard(name, partition.number, values)
+            key, data = f"{name}/c/{partition.number}/0", encode_shard(values, self._row_cells)
             self._owner.check()
             self._store.objects.replace(f"{self._group}/{key}", data)
             objects[key] = describe_bytes(data)

@@ -129,17 +129,42 @@ def test_a_file_is_no_store(tmp_path):
 
 def test_a_folder_with_other_things_is_no_store_and_stays_untouched(tmp_path):
     (tmp_path / "thesis.tex").write_bytes(b"mine")
-    refuse_everywhere(tmp_path, StoreAccessError, "is no store: it has no ola-store.json; name another folder")
+    refuse_everywhere(tmp_path, StoreAccessError, "is no store: it has no ola-store.json; name another place")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-@pytest.mark.parametrize("store", ["s3://user:secret@bucket/store?sig=token", "gs://bucket", "file:///tmp/store"])
-def test_a_url_is_refused_without_its_credentials(store):
+@pytest.mark.parametrize(
+    "store", ["s3://user:secret@bucket/store", "s3://bucket/store?secret=token", "s3://bucket/a#secret"]
+)
+def test_a_url_with_credentials_is_refused_without_repeating_them(store):
     with pytest.raises(StoreAccessError) as refusal:
         open_dataset(REF, store)
     assert "secret" not in str(refusal.value)
     assert "token" not in str(refusal.value)
-    refuse_everywhere(store, StoreAccessError, "is a URL; this release keeps stores in folders")
+    refuse_everywhere(store, StoreAccessError, "credentials belong into the environment")
+
+
+@pytest.mark.parametrize("store", ["gs://user:secret@bucket", "file:///tmp/store", "https://host/bucket?secret"])
+def test_a_url_of_another_scheme_is_refused_by_name(store):
+    with pytest.raises(StoreAccessError, match=r"^(?!.*secret)"):
+        open_dataset(REF, store)
+    refuse_everywhere(store, StoreAccessError, r"://\.\.\. cannot be used: a store is a folder, or s3://bucket/prefix")
+
+
+@pytest.mark.parametrize(
+    ("store", "message"),
+    [
+        ("s3://", "names no bucket"),
+        ("s3://Bucket/a", "names no bucket"),
+        ("s3://localhost:9000/bucket", "another server than Amazon's is named by AWS_ENDPOINT_URL"),
+        ("s3://bucket/a/../b", r"'\.\.' may not stand in its prefix"),
+        ("s3://bucket/a//b", "'' may not stand in its prefix"),
+        ("s3://bucket/a b", "'a b' may not stand in its prefix"),
+        (Path("s3://bucket/a"), "a URL that went through pathlib"),
+    ],
+)
+def test_a_url_that_names_no_bucket_is_refused(store, message):
+    refuse_everywhere(store, StoreAccessError, message)
 
 
 def test_a_newer_store_is_refused_with_both_numbers(tmp_path):
