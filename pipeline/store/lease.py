@@ -33,7 +33,8 @@ class Lease:
 
     def __init__(self, objects: "BucketObjects", key: str) -> None:
         self._objects, self._key, self._owner = objects, key, uuid4().hex
-        self._beat, self._etag, self._confirmed = 0, "", 0.0
+        self._beat, self._etag = 0, ""
+        self._began = self._confirmed = 0.0
         self._is_lost = False
         self._lock = threading.Lock()
 
@@ -73,10 +74,12 @@ class Lease:
             found = self._read()
             if found is None:
                 continue
-            owner, _, etag = found
+            etag = found[2]
             if etag != seen:
                 seen, since = etag, time.monotonic()
-            if owner == self._owner or time.monotonic() - since >= LEASE_SECONDS:
+            if self._recognize(found):
+                return
+            if time.monotonic() - since >= LEASE_SECONDS:
                 if self._put(etag):
                     return
                 continue
@@ -97,21 +100,24 @@ class Lease:
 
     def _renew(self) -> None:
         if not self._put(self._etag):
-            # A beat whose answer was lost on the way is found to be in place when it is repeated.
             found = self._read()
-            if found is None or found[:2] != (self._owner, self._beat):
-                self._is_lost = True
-            else:
-                self._etag, self._confirmed = found[2], time.monotonic()
+            self._is_lost = found is None or not self._recognize(found)
 
     def _put(self, etag: str | None) -> bool:
-        began = time.monotonic()
+        self._began = time.monotonic()
         self._beat += 1
         data = json.dumps({"owner": self._owner, "beat": self._beat}).encode()
         written = self._objects.put_on_condition(self._key, data, etag, _BEAT_TIME)
         if written is None:
             return False
-        self._etag, self._confirmed = written, began
+        self._etag, self._confirmed = written, self._began
+        return True
+
+    def _recognize(self, found: tuple[str, int, str]) -> bool:
+        # A put whose answer was lost on the way is repeated, and refused, since it is in place already.
+        if found[:2] != (self._owner, self._beat):
+            return False
+        self._etag, self._confirmed = found[2], self._began
         return True
 
     def _read(self) -> tuple[str, int, str] | None:
