@@ -14,6 +14,8 @@
     ├── DamagedError                stored bytes are not the recorded ones
     │   ├── MissingObjectError
     │   └── CorruptedObjectError
+    ├── StoreUnavailableError       an object store cannot be reached, or refuses
+    ├── LostOwnershipError          another process has taken this one's work over
     ├── NonFiniteMapError           an LM produced NaN or infinity
     └── TextTooLargeError           one text alone does not fit into memory
 
@@ -82,6 +84,14 @@ class MissingObjectError(DamagedError):
 
 
 class CorruptedObjectError(DamagedError):
+    pass
+
+
+class StoreUnavailableError(OlaError):
+    pass
+
+
+class LostOwnershipError(OlaError):
     pass
 
 

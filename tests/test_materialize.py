@@ -9,7 +9,7 @@ from pipeline.cli import main
 from pipeline.materialize import materialize
 from pipeline.ola.identity import identify_model
 from pipeline.readers import list_datasets, open_dataset
-from pipeline.store.folder import open_store
+from pipeline.store.layout import open_store
 from pipeline.store.verify import verify_version
 from pipeline.store.versions import resolve_ref
 from storage_schema.errors import UnknownModelError

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.ola.fetch import fetch_from_hub, fetch_packaged, find_cache, hash_file
+from pipeline.ola.fetch import fetch_from_hub, fetch_packaged, hash_file
 from pipeline.ola.registry import MODELS
 from storage_schema.errors import (
     InvalidNameError,
@@ -21,7 +21,7 @@ from storage_schema.errors import (
     UnsupportedModelError,
     summarize_error,
 )
-from storage_schema.paths import expand_home
+from storage_schema.paths import expand_home, find_cache
 from storage_schema.refs import check_name
 
 if TYPE_CHECKING:

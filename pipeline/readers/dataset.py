@@ -20,7 +20,7 @@ from torch import Tensor
 from pipeline.readers.batch import Batch, Item, SampleRows
 from pipeline.readers.cache import ChunkCache, SlotFile
 from pipeline.store.catalog import choose_store
-from pipeline.store.folder import StoreFolder, open_store
+from pipeline.store.layout import Store, open_store
 from pipeline.store.open import StoredVersion
 from pipeline.store.versions import Version, resolve_ref
 from storage_schema.arrays import CHUNK_CELLS, count_cells
@@ -44,7 +44,7 @@ class OlaDataset(torch.utils.data.Dataset[Item]):
 
     def __init__(
         self,
-        store: StoreFolder,
+        store: Store,
         version: Version,
         maps: tuple[MapName, ...],
         cache_bytes: int = CACHE_BYTES,
@@ -86,6 +86,11 @@ class OlaDataset(torch.utils.data.Dataset[Item]):
     def fingerprint(self) -> str:
         """What a loader's state belongs to: the recipe's fingerprint."""
         return self.recipe.fingerprint
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the store is a folder."""
+        return self._store.objects.is_local
 
     @property
     def cache_path(self) -> Path | None:

@@ -4,6 +4,8 @@ The order of an epoch is a pure function of dataset, seed and epoch; the positio
 ranks. So neither workers nor the store's place matter to where a run goes on.
 """
 
+import multiprocessing
+import warnings
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +31,8 @@ class BatchSource(Protocol[Batches]):
     def ref(self) -> str: ...
     @property
     def fingerprint(self) -> str: ...
+    @property
+    def is_local(self) -> bool: ...
     @property
     def cache_path(self) -> Path | None: ...
     @property
@@ -85,7 +89,8 @@ class Loader(Generic[Batches]):
             drop_last: leaves out the last samples of an epoch that do not fill a batch on every rank. Without it they
                 are spread evenly over the ranks, none twice, and a rank may get a smaller last batch or none.
             rank: which part of each step this process takes, of `world_size`.
-            start_method: how workers start: `fork`, `spawn` or `forkserver`; default the platform's.
+            start_method: how workers start: `fork`, `spawn` or `forkserver`; default the platform's. Workers of a store
+                in a bucket are spawned in place of forked, with a warning.
 
         Raises:
             InvalidRecipeError: a number is out of range.
@@ -146,9 +151,17 @@ class Loader(Generic[Batches]):
             collate_fn=_hand_on,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
-            multiprocessing_context=self._start_method if self.num_workers else None,
+            multiprocessing_context=self._choose_start_method() if self.num_workers else None,
             pin_memory=self._pin_memory,
         )
+
+    def _choose_start_method(self) -> str | None:
+        method = self._start_method or multiprocessing.get_start_method()
+        if method == "fork" and not self.dataset.is_local:
+            # obstore's threads do not survive a fork: the worker would wait for them for ever.
+            warnings.warn(f"{self.dataset.ref} lies in a bucket: workers are spawned, not forked", stacklevel=4)
+            return "spawn"
+        return self._start_method
 
     def __iter__(self) -> Iterator[Batches]:
         steps = self._plan()

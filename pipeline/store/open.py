@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Callable
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,7 +16,8 @@ import pyarrow as pa
 from jaxtyping import Float, Shaped, UInt64
 from numpy import ndarray
 
-from pipeline.store.folder import StoreFolder, hash_bytes
+from pipeline.store.layout import Store
+from pipeline.store.objects import describe_bytes
 from pipeline.store.presence import check_presence, check_size, describe_remedy
 from pipeline.store.samples import read_samples_table
 from pipeline.store.shards import count_index_bytes, decode_chunk, decode_index, is_absent
@@ -36,7 +36,7 @@ class StoredVersion:
     first read.
     """
 
-    def __init__(self, store: StoreFolder, version: Version) -> None:
+    def __init__(self, store: Store, version: Version) -> None:
         """Opens the version.
 
         Raises:
@@ -44,7 +44,7 @@ class StoredVersion:
             CorruptedObjectError: an object has another size than recorded. (Zarr would read either as fill values.)
         """
         self.store, self.version, self.manifest = store, version, version.manifest
-        self.path = store.dataset_path(self.manifest.dataset) / self.manifest.folder
+        self._group = store.group_key(self.manifest.dataset, self.manifest.recipe.fingerprint)
         self._dtype = np.dtype(self.manifest.recipe.store_dtype).newbyteorder("<")
         self._checked: set[str] = set()
         self._described: dict[str, dict[str, Any]] = {}
@@ -134,16 +134,16 @@ class StoredVersion:
         """
         stored = self.manifest.objects[key]
         data = self._read_part(key, 0, stored.num_bytes + 1)
-        if hash_bytes(data) != stored.sha256:
+        if describe_bytes(data) != stored:
             raise CorruptedObjectError(
-                f"{self.version.ref}: object {self.path / key} is not the one that was written (its SHA-256 differs); "
-                f"{describe_remedy(self.version)}"
+                f"{self.version.ref}: object {self._describe(key)} is not the one that was written (its SHA-256 "
+                f"differs); {describe_remedy(self.version)}"
             )
         self._checked.add(key)
         return data
 
     def _read_part(self, key: str, start: int, num_bytes: int) -> bytes:
-        path = self._locate(key)
+        path = self.store.objects.localize(f"{self._group}/{key}", self.manifest.objects[key])
         try:
             descriptor = os.open(path, os.O_RDONLY)
             try:
@@ -151,19 +151,22 @@ class StoredVersion:
             finally:
                 os.close(descriptor)
         except OSError:
-            check_size(self.version, path, self.manifest.objects[key].num_bytes)
+            self._check_size(key)
             raise
 
-    def _locate(self, key: str) -> Path:
-        return self.path / key
+    def _describe(self, key: str) -> str:
+        return self.store.describe(f"{self._group}/{key}")
+
+    def _check_size(self, key: str) -> None:
+        check_size(self.store, self.version, f"{self._group}/{key}", self.manifest.objects[key].num_bytes)
 
     def _decode(self, key: str, decode: Callable[..., _T], *arguments: Any) -> _T:
         try:
             return decode(*arguments)
         except ValueError as error:
-            check_size(self.version, self._locate(key), self.manifest.objects[key].num_bytes)
+            self._check_size(key)
             raise CorruptedObjectError(
-                f"{self.version.ref}: {self.path / key} cannot be read ({error}); {describe_remedy(self.version)}"
+                f"{self.version.ref}: {self._describe(key)} cannot be read ({error}); {describe_remedy(self.version)}"
             ) from error
 
 

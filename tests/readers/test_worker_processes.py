@@ -8,7 +8,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from pipeline.readers import open_dataset
-from pipeline.store.folder import open_store
 from storage_schema.errors import CorruptedObjectError
 
 multiprocessing.set_forkserver_preload(["pipeline.readers", "pipeline.extraction", "pipeline.store.writer"])
@@ -80,7 +79,7 @@ def test_workers_that_stay_read_epoch_after_epoch(stored, expected):
 def test_damage_that_a_worker_meets_is_raised_by_name_in_the_parent(tiny_llama, materialize_text):
     store, ref = materialize_text(tiny_llama, TEXTS, partition_samples=3)
     dataset = open_dataset(ref, store)
-    group = open_store(store).dataset_path(dataset.manifest.dataset) / dataset.manifest.folder
+    group = store / str(dataset.manifest.dataset) / dataset.manifest.folder
     shard = group / "order_1" / "c" / "2" / "0"
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import zarr
 
-from pipeline.store.folder import open_store
+from pipeline.store.layout import open_store
 from pipeline.store.samples import write_samples
 from pipeline.store.verify import verify_version
 from pipeline.store.versions import resolve_ref
