@@ -94,18 +94,17 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def list_recorded_shards(store: Path) -> dict[Path, tuple[int, int]]:
-    """Of each object that an unfinished version's journal records and that is as recorded: its inode and its time.
+    """Of each shard that an unfinished version's journal records and that is as recorded: its inode and its time.
 
     A journal whose index is not as recorded is worth nothing.
     """
     recorded = {}
     for journal in store.glob("_work/*/"):
-        (group,) = store.glob(f"*/*/*/{journal.name}")
-        if _list_intact(journal / "index.json", group):
-            for record in journal.glob("partition-*.json"):
-                recorded |= {
-                    path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in _list_intact(record, group)
-                }
+        for group in store.glob(f"*/*/*/{journal.name}"):
+            if _list_intact(journal / "index.json", group):
+                for record in journal.glob("partition-*.json"):
+                    paths = _list_intact(record, group)
+                    recorded |= {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in paths}
     return recorded
 
 
