@@ -190,7 +190,8 @@ def measure_peers(source: Source, folder: Path) -> None:
     cells = sum(len(source.names) * count_cells(int(length), source.packing) for length in source.tokens.lengths)
     megabytes = 4 * cells / 1e6
     rounds: dict[type[Peer], list[dict[str, float]]] = {peer: [] for peer in peers}
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
+        print(f"round {number + 1} of {ROUNDS}", flush=True)
         for peer in peers:
             rounds[peer].append(measure_peer(peer, folder / "store", source, megabytes))
             if len(rounds[peer]) == 1:
