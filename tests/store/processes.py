@@ -16,7 +16,10 @@ from pathlib import Path
 PATIENCE = 120
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["pipeline.cli", "pipeline.readers", "pipeline.extraction", "pipeline.store.writer", "transformers.models.bert"]
+    [
+        *("pipeline.cli", "pipeline.readers", "pipeline.extraction", "pipeline.store.writer"),
+        *("pyarrow.dataset", "transformers.models.bert.modeling_bert"),  # else loaded late, in the midst of the work
+    ]
 )
 
 

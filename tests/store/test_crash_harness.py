@@ -41,7 +41,8 @@ class Run:
     def start(self, store: Path) -> OlaProcess:
         """The command's process, once it has begun to write."""
         process = OlaProcess([*self.command, "--store", str(store)], store.parent / f"log-{time.monotonic_ns()}")
-        wait_until(lambda: has_work(store) or not process.is_alive)
+        # What an earlier run left in the store says nothing about this one.
+        wait_until(lambda: any(f"{store}/_work/" in path for path in process.written) or not process.is_alive)
         return process
 
 
@@ -119,19 +120,24 @@ def assert_a_rerun_ends_as_the_undisturbed_run(store: Path, run: Run, *, publish
 def test_a_run_killed_again_and_again_at_random_moments_loses_nothing(kills, run, tmp_path, capsys):
     moments = random.Random(kills)
     done = trial = 0
+    recorded = []  # shards before and after each run
     while done < kills:
         trial += 1
         store = Path(shutil.copytree(run.older_store, tmp_path / str(trial) / "store"))
         published = False
         while not published and done < kills:
+            before = len(list_recorded_shards(store))
             process = run.start(store)
             time.sleep(moments.random() * run.seconds)
             killed = process.kill()
             done += killed
+            recorded.append((before, len(list_recorded_shards(store))))
             published = check_what_is_visible(store, run, capsys)
             assert killed or published, process.printed
         assert_a_rerun_ends_as_the_undisturbed_run(store, run, published=published)
         shutil.rmtree(store.parent)
+    # Kills before any work, or after all of it, would tell nothing.
+    assert sum(before < after for before, after in recorded) >= kills // 5, recorded
 
 
 @pytest.mark.parametrize("copies", [2, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
