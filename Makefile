@@ -11,6 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEVELOPING := $(VENV)/.developing
+BENCHMARKING := $(VENV)/.benchmarking
 # The first interpreter that is new enough.
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
@@ -37,6 +38,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 $(DEVELOPING): $(INSTALLED)
 	$(call install,what tests and checks need,.[dev])
 
+$(BENCHMARKING): $(DEVELOPING)
+	$(call install,what the store is measured beside,.[bench])
+
 materialize: $(INSTALLED) ## Run MODEL over CORPUS and store its maps [SPLIT, MAPS, STORE, ARGS]
 	@$(BIN)/ola materialize --model "$(MODEL)" --corpus "$(CORPUS)" --split "$(SPLIT)" --maps "$(MAPS)" \
 		$(if $(STORE),--store "$(STORE)") $(ARGS)
@@ -50,5 +54,5 @@ check: $(DEVELOPING) ## Format, lint, types, import contracts
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 
-bench: $(DEVELOPING) ## Measure, as ratios of two things timed in turn
+bench: $(BENCHMARKING) ## Measure, as ratios of two things timed in turn
 	@$(BIN)/python -m pytest -m bench -q -s tests/bench $(ARGS)

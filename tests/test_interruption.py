@@ -30,8 +30,9 @@ def count_records(store: Path) -> int:
 def test_a_signal_stops_cleanly_and_a_rerun_goes_on(number, code, command, tmp_path, capsys):
     store = tmp_path / "store"
     process = subprocess.Popen(
-        [sys.executable, "-m", "pipeline.cli", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        [sys.executable, "-m", "pipeline.cli", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in jobs that a shell puts behind
+    )  # fmt: skip
     deadline = time.monotonic() + 120
     while count_records(store) < 3 and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,7 +1,9 @@
-"""A writer killed at any moment loses nothing that was finished, and the same command goes on."""
+"""What a killed writer leaves is taken up, mended or swept; a live owner is waited for.
+
+Kills at random moments: test_crash_harness.py.
+"""
 
 import json
-import multiprocessing
 import random
 import shutil
 import time
@@ -10,26 +12,15 @@ from pathlib import Path
 import pytest
 
 from pipeline.materialize import materialize
-from pipeline.readers import open_dataset
-from pipeline.store.catalog import list_datasets
 from pipeline.store.layout import open_store, open_store_for_writing
 from pipeline.store.verify import verify_version
 from pipeline.store.versions import resolve_ref
 from pipeline.store.writer import own_work
 from storage_schema.recipe import Recipe
+from tests.store.processes import CONTEXT, PATIENCE, wait_until
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["pipeline.readers", "pipeline.extraction", "pipeline.store.writer"])
 TEXTS = [f"Sentence {number} of {'very ' * (number % 5)}many." for number in range(30)]
 SETTINGS = {"maps": (1,), "partition_samples": 2}
-PATIENCE = 120
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.002)
 
 
 @pytest.fixture(scope="module")
@@ -96,27 +87,6 @@ def list_finished_shards(store: Path) -> dict[Path, tuple[int, int]]:
 def assert_whole(store: Path, ref: str) -> None:
     folder = open_store(store)
     assert verify_version(folder, resolve_ref(folder, ref)) == []
-
-
-@pytest.mark.parametrize("records", [0, 1, 4, 8, 13])
-def test_a_kill_shows_nothing_unfinished_and_a_rerun_does_only_what_is_missing(
-    records, tiny_bert, lines_file, store, undisturbed
-):
-    kill_after(records, tiny_bert, lines_file, store)
-    assert [entry.ref for entry in list_datasets(store)] == ["tiny-bert/lines/all@v1"]
-    assert open_dataset("tiny-bert/lines/all", store).maps == (1,)
-    assert_whole(store, "tiny-bert/lines/all@v1")
-    finished = list_finished_shards(store)
-    assert len([path for path in finished if "/order_1/c/" in str(path)]) >= records - 1
-
-    refs = materialize(str(tiny_bert), f"text:{lines_file}", store=store, **SETTINGS)
-    assert refs == ["tiny-bert/lines/all@v2"]
-    again = {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in finished}
-    assert again == finished
-    assert (store / "tiny-bert/lines/all/v2.json").read_bytes() == undisturbed
-    assert_whole(store, "tiny-bert/lines/all@v2")
-    assert not list((store / "_work").iterdir())
-    assert not list(store.rglob("*.partial"))
 
 
 @pytest.fixture(scope="module")
@@ -246,35 +216,4 @@ def test_owners_follow_one_another_and_never_meet(tmp_path):
     for word in read(log):
         inside += {"owns": 1, "leaves": -1, "waits": 0}[word]
         assert 0 <= inside <= 1
-    assert not list((tmp_path / "store" / "_work").iterdir())
-
-
-def materialize_and_tell(outcomes, barrier, *arguments, **settings) -> None:
-    barrier.wait()
-    try:
-        outcomes.put(materialize(*arguments, **settings))
-    except Exception as error:
-        outcomes.put(f"{type(error).__name__}: {error}")
-
-
-@pytest.mark.parametrize("number", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_processes_that_materialize_the_same_at_once_make_one_version(number, tiny_bert, lines_file, tmp_path):
-    outcomes, barrier = CONTEXT.Queue(), CONTEXT.Barrier(number)
-    processes = [
-        CONTEXT.Process(
-            target=materialize_and_tell,
-            args=(outcomes, barrier, str(tiny_bert), f"text:{lines_file}"),
-            kwargs={"store": tmp_path / "store", **SETTINGS},
-        )
-        for _ in range(number)
-    ]
-    for process in processes:
-        process.start()
-    refs = [outcomes.get(timeout=PATIENCE) for _ in processes]
-    for process in processes:
-        process.join(PATIENCE)
-        assert process.exitcode == 0
-    assert refs == [["tiny-bert/lines/all@v1"]] * number
-    assert [path.name for path in (tmp_path / "store/tiny-bert/lines/all").glob("v*")] == ["v1.json"]
-    assert_whole(tmp_path / "store", refs[0][0])
     assert not list((tmp_path / "store" / "_work").iterdir())
