@@ -1,9 +1,11 @@
 """Head-mean attention on a GPU: Triton kernels that never hold a [batch, head, query, key] tensor.
 
 Axis names: B batch, H query heads, G key heads, Q queries, K keys, D head size, V value size.
-One kernel sums up each row of scores to its log-sum-exp; a second one goes through the heads for each tile of queries
-and keys, recomputes the scores and adds up `exp(score - logsumexp)`. torch's own fused attention gives the output; for
-soft-capped scores, which it does not know, the first kernel gives it. Importing this module needs Triton.
+One kernel goes through each row of scores for its highest and for the sum of `exp(score - highest)`; a second one goes
+through the heads for each tile of queries and keys, recomputes the scores and adds up `exp(score - highest) / sum`. The
+two are kept apart, since in one number, the log-sum-exp, float32 rounds the sum away beside a score of 1e5. torch's own
+fused attention gives the output; for soft-capped scores, which it does not know, the first kernel gives it. Importing
+this module needs Triton.
 
 Numerics: products of narrow dtypes are summed in float32, products of float32 are not rounded to TF32; softmax and mean
 are float32. Keys at -inf in the mask have probability 0. Rows that the mask hides altogether (padding) hold finite
@@ -43,7 +45,7 @@ def _score(query, key, mask, in_range, scaling, softcap, HAS_MASK: tl.constexpr,
 
 @triton.jit
 def _sum_rows(
-    query, key, value, mask, logsumexp, output,
+    query, key, value, mask, highest_score, inverse_sum, output,
     query_b, query_h, query_q, query_d, key_b, key_h, key_k, key_d, value_b, value_h, value_k, value_d,
     mask_b, mask_q, mask_k,
     num_heads, num_queries, num_keys, size, value_size, scaling, softcap, hidden_below,
@@ -85,7 +87,8 @@ def _sum_rows(
     total = tl.where(seen, total, 1.0)
     is_query = queries < num_queries
     row_place = (row * num_heads + head) * num_queries + queries
-    tl.store(logsumexp + row_place, tl.where(seen, highest, 0.0) + tl.log(total), mask=is_query)
+    tl.store(highest_score + row_place, tl.where(seen, highest, 0.0), mask=is_query)
+    tl.store(inverse_sum + row_place, 1.0 / total, mask=is_query)
     if WITH_OUTPUT:
         columns = tl.arange(0, BLOCK_V)
         place = ((row * num_queries + queries) * num_heads + head)[:, None] * value_size + columns[None, :]
@@ -94,7 +97,7 @@ def _sum_rows(
 
 @triton.jit
 def _average_heads(
-    query, key, mask, logsumexp, mean,
+    query, key, mask, highest_score, inverse_sum, mean,
     query_b, query_h, query_q, query_d, key_b, key_h, key_k, key_d, mask_b, mask_q, mask_k,
     num_heads, num_queries, num_keys, size, scaling, softcap, hidden_below,
     SHARED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -121,8 +124,9 @@ def _average_heads(
             )
             scores = _score(query_tile, key_tile, mask_tile, in_range, scaling, softcap, HAS_MASK, HAS_SOFTCAP)
             row_place = (row * num_heads + head) * num_queries + queries
-            normalizer = tl.load(logsumexp + row_place, mask=queries < num_queries, other=0.0)
-            total += tl.exp(scores - normalizer[:, None])
+            highest = tl.load(highest_score + row_place, mask=queries < num_queries, other=0.0)
+            scale = tl.load(inverse_sum + row_place, mask=queries < num_queries, other=0.0)
+            total += tl.exp(scores - highest[:, None]) * scale[:, None]
     place = (row * num_queries + queries[:, None]) * num_keys + keys[None, :]
     tl.store(mean + place, total / num_heads, mask=in_range)
 
@@ -154,7 +158,7 @@ def compute_head_mean_attention(
     num_groups, num_keys, value_size = value.shape[1:]
     shared = num_heads // num_groups
     block = block or choose_block(max(size, value_size), query.element_size())
-    logsumexp = query.new_empty(batch, num_heads, num_queries, dtype=torch.float32)
+    highest, inverse = query.new_empty(2, batch, num_heads, num_queries, dtype=torch.float32)
     mean = query.new_empty(batch, num_queries, num_keys, dtype=torch.float32)
     output = value.new_empty(batch, num_queries, num_heads, value_size)
     mask = query if attention_mask is None else attention_mask[:, 0]
@@ -171,12 +175,12 @@ def compute_head_mean_attention(
     sizes = (num_heads, num_queries, num_keys, size)
     num_tiles = triton.cdiv(num_queries, block)
     _sum_rows[(num_tiles, num_heads, batch)](
-        query, key, value, mask, logsumexp, output,
+        query, key, value, mask, highest, inverse, output,
         *query.stride(), *key.stride(), *value.stride(), *mask.stride()[:3], *sizes, value_size,
         BLOCK_V=max(16, triton.next_power_of_2(value_size)), WITH_OUTPUT=softcap is not None, **settings,
     )  # fmt: skip
     _average_heads[(num_tiles * triton.cdiv(num_keys, block), batch)](
-        query, key, mask, logsumexp, mean, *query.stride(), *key.stride(), *mask.stride()[:3], *sizes, **settings
+        query, key, mask, highest, inverse, mean, *query.stride(), *key.stride(), *mask.stride()[:3], *sizes, **settings
     )
     if softcap is None:
         output = scaled_dot_product_attention(

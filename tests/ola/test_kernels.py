@@ -135,7 +135,7 @@ from pipeline.ola import kernels
 
 capability, dtype, element_bytes, size = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 pointers = {name: "*" + dtype for name in ("query", "key", "value", "mask", "output")}
-pointers |= {"logsumexp": "*fp32", "mean": "*fp32"}
+pointers |= {"highest_score": "*fp32", "inverse_sum": "*fp32", "mean": "*fp32"}
 numbers = {"scaling": "fp32", "softcap": "fp32", "hidden_below": "fp32"}
 constants = {"SHARED": 3, "BLOCK": kernels.choose_block(size, element_bytes), "BLOCK_D": size, "BLOCK_V": size}
 constants |= {"HAS_MASK": True, "HAS_SOFTCAP": True, "WITH_OUTPUT": True}
@@ -189,6 +189,6 @@ def test_whole_models_give_the_same_maps_by_either_path(monkeypatch, architectur
     mask[1, 9:] = 0
     found = []
     for uses_kernels in (False, True):
-        monkeypatch.setattr(attention, "find_kernels", lambda query, uses=uses_kernels: kernels if uses else None)
+        monkeypatch.setattr(attention, "find_kernels", lambda *_, uses=uses_kernels: kernels if uses else None)
         found.append(compute_maps(model, Access(3, "full"), input_ids, mask, (1, 2, 3)))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
