@@ -11,6 +11,14 @@ import pytest
 from pipeline.cli import main
 from pipeline.store.catalog import list_datasets
 
+# A shell starts what it puts into the background with SIGINT ignored, and the tests may be such a job.
+INTERRUPTIBLE = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from pipeline.cli import main
+sys.exit(main())
+"""
+
 
 @pytest.fixture
 def command(tiny_bert, tmp_path) -> list[str]:
@@ -30,9 +38,8 @@ def count_records(store: Path) -> int:
 def test_a_signal_stops_cleanly_and_a_rerun_goes_on(number, code, command, tmp_path, capsys):
     store = tmp_path / "store"
     process = subprocess.Popen(
-        [sys.executable, "-m", "pipeline.cli", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in jobs that a shell puts behind
-    )  # fmt: skip
+        [sys.executable, "-c", INTERRUPTIBLE, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 120
     while count_records(store) < 3 and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -110,13 +110,13 @@ class Ours(Peer):
         partitions = plan_partitions(
             tokens.lengths, packing=source.packing, partition_samples=plan.recipe.partition_samples
         )
-        with own_work(store, plan.recipe):
+        with own_work(store, plan.recipe) as owner:
             samples_path, samples = write_samples(
                 store, plan.dataset.corpus, plan.recipe.split, plan.recipe.corpus_sha256, plan.samples.samples
             )
             writer = VersionWriter(
                 store, plan.dataset, plan.recipe, partitions, build_index(plan, tokens, partitions, source.packing),
-                packing=source.packing, num_layers=source.num_layers,
+                packing=source.packing, num_layers=source.num_layers, owner=owner,
             )  # fmt: skip
             for partition in partitions:
                 packed = [source.pack(index) for index in range(partition.start, partition.stop)]
