@@ -68,6 +68,8 @@ class ChunkCache:
     def read_run(self, start: int, stop: int) -> Float[ndarray, " cells"]:
         """Cells `[start, stop)` by address, not to be written to."""
         first, last = start // CHUNK_CELLS, (stop - 1) // CHUNK_CELLS
+        if first == last < self._num_slots and self._is_filled[first]:  # nearly all of them
+            return self._slots[start:stop]
         if last < self._num_slots and all(
             self._is_filled[chunk] or self._fill(chunk) for chunk in range(first, last + 1)
         ):

@@ -124,7 +124,7 @@ class OlaDataset(torch.utils.data.Dataset[Item]):
             MissingObjectError, CorruptedObjectError: an object has gone, or is not the one that was written.
             StoreAccessError: the folder `cache_path` cannot be used.
         """
-        index = self._resolve(index)
+        (index,) = self._resolve([index])
         stored, first, length = self._opened.index, int(self._first_tokens[index]), int(self._lengths[index])
         tokens = slice(first, first + length)
         return Item(
@@ -136,17 +136,19 @@ class OlaDataset(torch.utils.data.Dataset[Item]):
             SampleRows(self._take_rows, [index]),
         )
 
-    def _resolve(self, index: int) -> int:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"{self.ref} has {len(self)} samples, asked for {index}")
-        return index % len(self)
+    def _resolve(self, indices: Sequence[int]) -> list[int]:
+        size = len(self)
+        for index in indices:
+            if not -size <= index < size:
+                raise IndexError(f"{self.ref} has {size} samples, asked for {index}")
+        return [index % size for index in indices]
 
     def __getitems__(self, indices: Sequence[int]) -> "Sequence[Item]":
         """The samples at `indices`, read when they are looked at; `collate` reads them in one go.
 
         torch's DataLoader asks for a batch in this way.
         """
-        return _Items(self, [self._resolve(index) for index in indices])
+        return _Items(self, self._resolve(indices))
 
     def read_batch(self, indices: Sequence[int], pad_to_multiple_of: int = 1) -> Batch:
         """The samples at `indices` as one batch, padded on the right to the longest, rounded up to a multiple.
@@ -162,11 +164,11 @@ class OlaDataset(torch.utils.data.Dataset[Item]):
         Raises:
             IndexError, MissingObjectError, CorruptedObjectError, StoreAccessError: as `ds[index]`.
         """
-        return self._cells.read([self._resolve(index) for index in indices])
+        return self._cells.read(self._resolve(indices))
 
     def pad_cells(self, indices: Sequence[int], cells: Float[ndarray, " cells"], pad_to_multiple_of: int = 1) -> Batch:
         """What `read_cells` gave for these samples as a batch; nothing else is read but the index."""
-        chosen = [self._resolve(index) for index in indices]
+        chosen = self._resolve(indices)
         lengths = self._lengths[chosen]
         longest = -(-int(lengths.max()) // pad_to_multiple_of) * pad_to_multiple_of
         places = np.arange(longest)
