@@ -10,12 +10,12 @@ from typing import Any
 
 import pyarrow as pa
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from storage_schema.samples import Sample, from_table
 
-_TENSORS = ("maps", "attention_mask", "input_ids", "word_ids", "offsets")
+_TENSORS = ("attention_mask", "input_ids", "word_ids", "offsets", "maps")
 
 
 class SampleRows:
@@ -69,17 +69,21 @@ class Batch:
     word_ids: Int[Tensor, "B T"]
     offsets: Int[Tensor, "B T 2"]
     sample_ids: list[str]
-    rows: SampleRows | None = field(repr=False, compare=False)
-    """None on the way from a loader's worker to the loader."""
+    rows: SampleRows = field(repr=False, compare=False)
 
     @property
     def samples(self) -> list[Sample]:
         """The texts with their annotation."""
-        assert self.rows is not None
         return self.rows.samples
 
     def __len__(self) -> int:
         return len(self.sample_ids)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # One tensor between processes instead of five: each of them costs a descriptor, handed over by a handshake.
+        tensors = [getattr(self, name) for name in _TENSORS]
+        packed = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+        return _unpack_batch, (packed, [(tensor.shape, tensor.dtype) for tensor in tensors], self.sample_ids, self.rows)
 
     def pin_memory(self) -> "Batch":
         """The batch in page-locked memory, as torch's DataLoader asks for under `pin_memory=True`."""
@@ -91,3 +95,19 @@ class Batch:
 
     def _map_tensors(self, function: Any) -> "Batch":
         return replace(self, **{name: function(getattr(self, name)) for name in _TENSORS})
+
+
+def _unpack_batch(
+    packed: UInt8[Tensor, " bytes"],
+    described: list[tuple[torch.Size, torch.dtype]],
+    sample_ids: list[str],
+    rows: SampleRows,
+) -> Batch:
+    # The maps come last and stay where they are; the small ones are copied, so that whoever keeps one keeps no maps.
+    tensors, start = [], 0
+    for shape, dtype in described:
+        stop = start + shape.numel() * dtype.itemsize
+        tensors.append(packed[start:stop].view(dtype).view(shape))
+        start = stop
+    small = [tensor.clone() for tensor in tensors[:-1]]
+    return Batch(sample_ids=sample_ids, rows=rows, **dict(zip(_TENSORS, [*small, tensors[-1]], strict=True)))

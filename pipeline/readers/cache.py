@@ -5,6 +5,7 @@ ones have slots of their own, as many as the budget allows; the others pass thro
 """
 
 import fcntl
+import hashlib
 import mmap
 import os
 import shutil
@@ -46,12 +47,13 @@ class ChunkCache:
         Args:
             decode: fills an array with the cells of a chunk, by its number.
             budget: bytes of decoded chunks that are kept.
-            queued: chunks that are in use at a time, if not all of them fit into the budget.
+            queued: chunks that are in use at a time: where not all fit into the budget, up to a half of it is for
+                these.
         """
         chunk_bytes = CHUNK_CELLS * dtype.itemsize
         self._dtype, self._decode = dtype, decode
         most = max(2, budget // chunk_bytes)
-        self._num_queued = 0 if num_chunks <= most else min(most, queued)
+        self._num_queued = 0 if num_chunks <= most else min(most // 2, queued)
         self._num_slots = min(num_chunks, most - self._num_queued)
         self._queue: OrderedDict[int, Float[ndarray, " cells"]] = OrderedDict()
         self._is_filled = bytearray(self._num_slots)
@@ -66,6 +68,8 @@ class ChunkCache:
     def read_run(self, start: int, stop: int) -> Float[ndarray, " cells"]:
         """Cells `[start, stop)` by address, not to be written to."""
         first, last = start // CHUNK_CELLS, (stop - 1) // CHUNK_CELLS
+        if first == last < self._num_slots and self._is_filled[first]:  # nearly all of them
+            return self._slots[start:stop]
         if last < self._num_slots and all(
             self._is_filled[chunk] or self._fill(chunk) for chunk in range(first, last + 1)
         ):
@@ -104,7 +108,8 @@ class ChunkCache:
         # Threads may do the same at once; each step is atomic, and a chunk that went too early is decoded again.
         self._queue[chunk] = cells
         while len(self._queue) > max(1, self._num_queued):
-            self._queue.popitem(last=False)
+            with suppress(KeyError):
+                self._queue.popitem(last=False)
 
 
 class SlotFile:
@@ -115,15 +120,26 @@ class SlotFile:
     harm.
     """
 
-    def __init__(self, path: Path, purpose: str) -> None:
-        self._path, self._purpose = path, google_crc32c.value(purpose.encode())
+    def __init__(self, folder: Path, purpose: str) -> None:
+        """The file in a folder, not yet opened.
+
+        Args:
+            purpose: whose chunks in which slots it holds; it names the file, and what another wrote does not count.
+        """
+        digest = hashlib.sha256(purpose.encode()).digest()
+        self._path, self._purpose = folder / f"{digest[:8].hex()}.chunks", int.from_bytes(digest[-4:], "little")
         self._descriptor, self._is_writable = -1, True
 
     def open(self, num_slots: int, slot_bytes: int) -> "SlotFile":
-        """The file, made where it is missing and lengthened (with a hole) where it is short."""
+        """The file itself, made where it is missing and lengthened (with a hole) where it is short.
+
+        Raises:
+            OSError: it cannot be made, or not be read and written.
+        """
         self._slot_bytes = slot_bytes
         self._first = -(-num_slots * _SUM_BYTES // _PAGE) * _PAGE
         size = self._first + num_slots * slot_bytes
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         if os.fstat(self._descriptor).st_size < size:
             os.truncate(self._descriptor, size)
@@ -138,16 +154,19 @@ class SlotFile:
         return recorded != 0 and recorded == self._sum(slot, self.data[start : start + self._slot_bytes])
 
     def put(self, slot: int, cells: Float[ndarray, " cells"]) -> bool:
-        """Writes a slot; False, from the first time on, where there is no room for it."""
-        if self._is_writable:
-            try:
-                # Written, not mapped: a mapped write to a full disk kills the process.
-                data = cells.tobytes()
-                os.pwrite(self._descriptor, data, self._first + slot * self._slot_bytes)
-                checksum = self._sum(slot, data)
-                os.pwrite(self._descriptor, checksum.to_bytes(_SUM_BYTES, "little"), slot * _SUM_BYTES)
-            except OSError:
-                self._is_writable = False
+        """Writes a slot and says whether the file holds it now; once there was no room for one, none is written."""
+        if not self._is_writable:
+            return False
+        try:
+            # Written, not mapped: a mapped write to a full disk kills the process.
+            data = cells.tobytes()
+            os.pwrite(self._descriptor, data, self._first + slot * self._slot_bytes)
+            checksum = self._sum(slot, data)
+            os.pwrite(self._descriptor, checksum.to_bytes(_SUM_BYTES, "little"), slot * _SUM_BYTES)
+        except OSError:
+            self._is_writable = False
+        # A full disk may take a part of what is written, without an error; and some file systems map late.
+        self._is_writable = self._is_writable and self.holds(slot)
         return self._is_writable
 
     def _sum(self, slot: int, data: bytes | memoryview) -> int:

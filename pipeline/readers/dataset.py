@@ -1,29 +1,29 @@
 """One version as a torch dataset: maps, tokens and annotation of each sample, and batches of them.
 
-Axis names: B batch, M maps, T tokens (rows are queries, columns are keys), S samples, P partitions.
+Axis names: B batch, M maps, T tokens (rows are queries, columns are keys), S samples, L tokens of a padded row.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import pyarrow as pa
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from numpy import ndarray
 from torch import Tensor
 
 from pipeline.readers.batch import Batch, Item, SampleRows
-from pipeline.readers.cache import ChunkCache, SlotFile
+from pipeline.readers.cells import CellReader
 from pipeline.store.catalog import choose_store
 from pipeline.store.layout import Store, open_store
 from pipeline.store.open import StoredVersion
 from pipeline.store.versions import Version, resolve_ref
-from storage_schema.arrays import CHUNK_CELLS, count_cells
+from storage_schema.arrays import count_cells
 from storage_schema.errors import CorruptedObjectError, InvalidRecipeError
 from storage_schema.manifest import Manifest
 from storage_schema.paths import expand_home
@@ -34,9 +34,8 @@ if TYPE_CHECKING:
     from pipeline.readers.loader import Loader
 
 CACHE_BYTES = 256 * 1024 * 1024
-"""Decoded chunks that are kept, by default: the maps of some 100,000 short sentences."""
-SHUFFLE_BLOCKS = 64
-"""Blocks whose samples a loader mixes with one another: about 8 MiB of float16 a map, if samples are short."""
+"""Decoded chunks that are kept, by default: 180,000 float16 maps of 27 tokens (the root mean square of sentences in
+ud-ewt), so that most corpora fit whole; yet little of a laptop's memory, and only what is read takes room."""
 
 
 class OlaDataset(torch.utils.data.Dataset[Item]):
@@ -53,21 +52,28 @@ class OlaDataset(torch.utils.data.Dataset[Item]):
         self.maps = maps
         """The maps that are read, in the order they were asked for."""
         self._store, self._version = store, version
-        self._cache_bytes, self._cache_path = cache_bytes, cache_path
         self._opened = StoredVersion(store, version)
+        self._cells = CellReader(self._opened, maps, cache_bytes, cache_path)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             "store": self._store, "version": self._version, "maps": self.maps,
-            "cache_bytes": self._cache_bytes, "cache_path": self._cache_path,
+            "cache_bytes": self._cells.cache_bytes, "cache_path": self._cells.cache_path,
         }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
-    def with_cache(self, path: Path) -> "OlaDataset":
-        """The same dataset, with its decoded chunks in a file in a folder; processes that open it there share them."""
-        return OlaDataset(self._store, self._version, self.maps, self._cache_bytes, path)
+    def with_cache(self, path: Path | None, least_blocks: int) -> "OlaDataset":
+        """The same dataset with another cache.
+
+        Args:
+            path: the folder of a file of decoded chunks, for all processes that open the dataset there; None for
+                what the dataset has.
+            least_blocks: blocks that the cache has room for, whatever its budget.
+        """
+        budget = max(self.cache_bytes, least_blocks * self.block_bytes)
+        return OlaDataset(self._store, self._version, self.maps, budget, path or self._cells.cache_path)
 
     @property
     def ref(self) -> str:
@@ -88,19 +94,24 @@ class OlaDataset(torch.utils.data.Dataset[Item]):
         return self.recipe.fingerprint
 
     @property
-    def is_local(self) -> bool:
-        """Whether the store is a folder."""
-        return self._store.objects.is_local
-
-    @property
-    def cache_path(self) -> Path | None:
-        """The folder of the file that holds decoded chunks; None where each process keeps its own in memory."""
-        return self._cache_path
-
-    @property
     def cache_bytes(self) -> int:
         """Bytes of decoded chunks that are kept."""
-        return self._cache_bytes
+        return self._cells.cache_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, decoded: the same chunk of every map."""
+        return self._cells.block_bytes
+
+    @property
+    def shares_cache(self) -> bool:
+        """Whether decoded chunks lie in a file, for all processes, instead of in the memory of each."""
+        return self._cells.cache_path is not None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the version lies in a folder of this machine: only then may a process that has read it be forked."""
+        return self._opened.is_local
 
     def __len__(self) -> int:
         return self.manifest.counts.samples
@@ -111,33 +122,53 @@ class OlaDataset(torch.utils.data.Dataset[Item]):
         Raises:
             IndexError: out of range.
             MissingObjectError, CorruptedObjectError: an object has gone, or is not the one that was written.
+            StoreAccessError: the folder `cache_path` cannot be used.
         """
-        index = self._resolve(index)
+        (index,) = self._resolve([index])
         stored, first, length = self._opened.index, int(self._first_tokens[index]), int(self._lengths[index])
         tokens = slice(first, first + length)
-        maps = np.zeros((len(self.maps), length, length), np.float32)
-        self._unpack(self._read_cells([index], [count_cells(length, self.manifest.packing)]), maps)
         return Item(
             join_sample_id(int(stored["sample_hash"][index]), int(stored["sample_repetition"][index])),
             torch.from_numpy(stored["input_ids"][tokens].astype(np.int64)),
             torch.from_numpy(stored["word_ids"][tokens].astype(np.int64)),
             torch.from_numpy(stored["offsets"][tokens].astype(np.int64)),
-            torch.from_numpy(maps),
+            self._unpack(self.read_cells([index]), [length], length)[0],
             SampleRows(self._take_rows, [index]),
         )
 
-    def _resolve(self, index: int) -> int:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"{self.ref} has {len(self)} samples, asked for {index}")
-        return index % len(self)
+    def _resolve(self, indices: Sequence[int]) -> list[int]:
+        size = len(self)
+        for index in indices:
+            if not -size <= index < size:
+                raise IndexError(f"{self.ref} has {size} samples, asked for {index}")
+        return [index % size for index in indices]
+
+    def __getitems__(self, indices: Sequence[int]) -> "Sequence[Item]":
+        """The samples at `indices`, read when they are looked at; `collate` reads them in one go.
+
+        torch's DataLoader asks for a batch in this way.
+        """
+        return _Items(self, self._resolve(indices))
 
     def read_batch(self, indices: Sequence[int], pad_to_multiple_of: int = 1) -> Batch:
         """The samples at `indices` as one batch, padded on the right to the longest, rounded up to a multiple.
 
         Raises:
-            IndexError, MissingObjectError, CorruptedObjectError: as `ds[index]`.
+            IndexError, MissingObjectError, CorruptedObjectError, StoreAccessError: as `ds[index]`.
         """
-        chosen = [self._resolve(index) for index in indices]
+        return self.pad_cells(indices, self.read_cells(indices), pad_to_multiple_of)
+
+    def read_cells(self, indices: Sequence[int]) -> Float[ndarray, " cells"]:
+        """The cells of these samples in the stored dtype, of each its maps one after the other.
+
+        Raises:
+            IndexError, MissingObjectError, CorruptedObjectError, StoreAccessError: as `ds[index]`.
+        """
+        return self._cells.read(self._resolve(indices))
+
+    def pad_cells(self, indices: Sequence[int], cells: Float[ndarray, " cells"], pad_to_multiple_of: int = 1) -> Batch:
+        """What `read_cells` gave for these samples as a batch; nothing else is read but the index."""
+        chosen = self._resolve(indices)
         lengths = self._lengths[chosen]
         longest = -(-int(lengths.max()) // pad_to_multiple_of) * pad_to_multiple_of
         places = np.arange(longest)
@@ -150,7 +181,7 @@ class OlaDataset(torch.utils.data.Dataset[Item]):
             return torch.from_numpy(values)
 
         return Batch(
-            self._read_maps(chosen, lengths.tolist(), longest),
+            self._unpack(cells, lengths.tolist(), longest),
             torch.from_numpy(inside.astype(np.int64)),
             pick("input_ids", self.manifest.pad_token_id),
             pick("word_ids", -1),
@@ -159,35 +190,25 @@ class OlaDataset(torch.utils.data.Dataset[Item]):
             SampleRows(self._take_rows, chosen),
         )
 
-    def _read_maps(self, chosen: list[int], lengths: list[int], longest: int) -> Float[Tensor, "B M T T"]:
-        sizes = [count_cells(length, self.manifest.packing) for length in lengths]
-        cells = self._read_cells(chosen, sizes)
-        maps = np.zeros((len(chosen), len(self.maps), longest, longest), np.float32)
+    def _unpack(self, cells: Float[ndarray, " cells"], lengths: list[int], longest: int) -> Float[Tensor, "B M L L"]:
+        # All of them become float32 in one step, and by torch, which does it fifty times as fast as numpy.
+        wide = torch.from_numpy(cells).float().numpy()
+        num_maps = len(self.maps)
+        maps = np.zeros((len(lengths), num_maps, longest, longest), np.float32)
         first = 0
-        for row, length, size in zip(maps, lengths, sizes, strict=True):
-            self._unpack(cells[first : first + len(self.maps) * size], row[:, :length, :length])
-            first += len(self.maps) * size
+        for row, length in zip(maps, lengths, strict=True):
+            size = count_cells(length, self.manifest.packing)
+            values = wide[first : first + num_maps * size]
+            first += num_maps * size
+            if self.manifest.packing == "full":
+                row[:, :length, :length] = values.reshape(num_maps, length, length)
+                continue
+            queries, keys = self._lower_cells[:, :size]
+            targets = queries * longest + keys
+            # Map by map: numpy scatters into a flat array three times as fast as under a mask or into several rows.
+            for matrix, triangle in zip(row.reshape(num_maps, -1), values.reshape(num_maps, -1), strict=True):
+                matrix[targets] = triangle
         return torch.from_numpy(maps)
-
-    def _read_cells(self, chosen: list[int], sizes: list[int]) -> Float[ndarray, " cells"]:
-        """The cells of these samples, of each its maps one after the other, as float32."""
-        # One buffer in the stored dtype, so that float16 becomes float32 at once: map by map it is most of the work.
-        cells = np.empty(len(self.maps) * sum(sizes), self._dtype)
-        filled = 0
-        for index, size in zip(chosen, sizes, strict=True):
-            start, step = int(self._addresses[index]), int(self._steps[index])
-            for address in range(start, start + len(self.maps) * step, step):
-                cells[filled : filled + size] = self._cache.read_run(address, address + size)
-                filled += size
-        wide: Float[ndarray, " cells"] = torch.from_numpy(cells).float().numpy()
-        return wide
-
-    def _unpack(self, cells: Float[ndarray, " cells"], out: Float[ndarray, "M T T"]) -> None:
-        """Puts a sample's cells into its maps; what `lower` leaves out stays as it is."""
-        if self.manifest.packing == "full":
-            out[:] = cells.reshape(out.shape)
-        else:
-            out[:, _lower_triangle(out.shape[-1])] = cells.reshape(len(out), -1)
 
     def _read_ids(self, chosen: Sequence[int]) -> list[str]:
         index = self._opened.index
@@ -198,14 +219,6 @@ class OlaDataset(torch.utils.data.Dataset[Item]):
     def sample_ids(self) -> list[str]:
         """The ids of all samples, in order."""
         return self._read_ids(range(len(self)))
-
-    def strip_rows(self, batch: Batch) -> Batch:
-        """The batch without its rows of the sample table, for the way to a process that has the table."""
-        return replace(batch, rows=None)
-
-    def attach_rows(self, batch: Batch, indices: Sequence[int]) -> Batch:
-        """The batch with its rows again."""
-        return replace(batch, rows=SampleRows(self._take_rows, list(indices)))
 
     def _take_rows(self, indices: list[int]) -> pa.Table:
         return self._samples_table.take(indices)
@@ -233,64 +246,15 @@ class OlaDataset(torch.utils.data.Dataset[Item]):
         return firsts
 
     @cached_property
-    def _dtype(self) -> np.dtype[np.generic]:
-        return np.dtype(self.recipe.store_dtype)
-
-    @cached_property
-    def _chunk_counts(self) -> Int[ndarray, " P"]:
-        """Chunks that each partition fills, of one map."""
-        index = self._opened.index
-        lengths = self._lengths
-        sizes = lengths * lengths if self.manifest.packing == "full" else lengths * (lengths + 1) // 2
-        stops = np.zeros(int(index["partition"].max()) + 1, np.int64)
-        np.maximum.at(stops, index["partition"], index["start"] + sizes)
-        counts: Int[ndarray, " P"] = -(-stops // CHUNK_CELLS)
-        return counts
-
-    @cached_property
-    def _first_chunks(self) -> Int[ndarray, " P"]:
-        """The number of each partition's first chunk: partition after partition, in each of them map after map."""
-        counts = self._chunk_counts * len(self.maps)
-        firsts: Int[ndarray, " P"] = np.cumsum(counts) - counts
-        return firsts
-
-    @cached_property
-    def _addresses(self) -> Int[ndarray, " S"]:
-        """Where each sample's cells of the first map begin, in the numbering of `ChunkCache`."""
-        index = self._opened.index
-        addresses: Int[ndarray, " S"] = self._first_chunks[index["partition"]] * CHUNK_CELLS + index["start"]
-        return addresses
-
-    @cached_property
-    def _steps(self) -> Int[ndarray, " S"]:
-        """From a sample's cells of one map to those of the next one."""
-        steps: Int[ndarray, " S"] = self._chunk_counts[self._opened.index["partition"]] * CHUNK_CELLS
-        return steps
-
-    @cached_property
-    def _cache(self) -> ChunkCache:
-        file = None
-        if self._cache_path is not None:
-            purpose = f"{self.fingerprint} {self.maps}"
-            self._cache_path.mkdir(parents=True, exist_ok=True)
-            name = f"{self.fingerprint[:16]}-{'-'.join(map(str, self.maps))}-{self._cache_bytes}.chunks"
-            file = SlotFile(self._cache_path / name, purpose)
-        return ChunkCache(
-            int(self._chunk_counts.sum()) * len(self.maps),
-            self._dtype,
-            self._decode,
-            budget=self._cache_bytes,
-            queued=2 * SHUFFLE_BLOCKS * len(self.maps),
-            file=file,
-        )
-
-    def _decode(self, chunk: int, out: Float[ndarray, " cells"]) -> None:
-        partition = int(np.searchsorted(self._first_chunks, chunk, side="right")) - 1
-        column, place = divmod(chunk - int(self._first_chunks[partition]), int(self._chunk_counts[partition]))
-        self._opened.read_chunk(self.maps[column], partition, place, out)
+    def _lower_cells(self) -> Int[ndarray, "2 cells"]:
+        """Query and key of each stored cell of the longest sample; a shorter one has the first of them."""
+        cells: Int[ndarray, "2 cells"] = np.stack(np.tril_indices(int(self._lengths.max())))
+        return cells
 
     def collate(self, items: Sequence[Item], pad_to_multiple_of: int = 1) -> Batch:
         """The items as one batch, padded on the right to the longest, rounded up to a multiple."""
+        if isinstance(items, _Items):
+            return items.dataset.read_batch(items.indices, pad_to_multiple_of)
         longest = max(len(item.input_ids) for item in items)
         length = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
         size = len(items)
@@ -317,15 +281,27 @@ class OlaDataset(torch.utils.data.Dataset[Item]):
 
     def locate_blocks(self) -> Int[ndarray, " S"]:
         """Each sample's block: samples that begin in the same chunk are read together."""
-        index = self._opened.index
-        firsts = np.cumsum(self._chunk_counts) - self._chunk_counts
-        blocks: Int[ndarray, " S"] = firsts[index["partition"]] + index["start"] // CHUNK_CELLS
-        return blocks
+        return self._cells.blocks
 
 
-@lru_cache(maxsize=512)
-def _lower_triangle(length: int) -> Bool[ndarray, "T T"]:
-    return np.tri(length, dtype=bool)
+@dataclass(frozen=True)
+class _Items(Sequence[Item]):
+    """Samples of a dataset, each read when it is looked at."""
+
+    dataset: OlaDataset
+    indices: list[int]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @overload
+    def __getitem__(self, place: int) -> Item: ...
+    @overload
+    def __getitem__(self, place: slice) -> "_Items": ...
+    def __getitem__(self, place: int | slice) -> "Item | _Items":
+        if isinstance(place, slice):
+            return _Items(self.dataset, self.indices[place])
+        return self.dataset[self.indices[place]]
 
 
 def open_dataset(

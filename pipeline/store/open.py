@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -27,6 +27,8 @@ from storage_schema.errors import CorruptedObjectError
 from storage_schema.recipe import MapName
 
 _T = TypeVar("_T")
+_File: TypeAlias = tuple[int, int, int]
+"""What tells a file from one that took its place, or was written to: inode, time of its last change, size."""
 
 
 class StoredVersion:
@@ -46,10 +48,15 @@ class StoredVersion:
         self.store, self.version, self.manifest = store, version, version.manifest
         self._group = store.group_key(self.manifest.dataset, self.manifest.recipe.fingerprint)
         self._dtype = np.dtype(self.manifest.recipe.store_dtype).newbyteorder("<")
-        self._checked: set[str] = set()
+        self._checked: dict[str, _File] = {}
         self._described: dict[str, dict[str, Any]] = {}
         self._shard_indexes: dict[str, UInt64[ndarray, "chunks 2"]] = {}
         check_presence(store, version)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether objects are read from this machine's own folders, so that a process may be forked while it reads."""
+        return self.store.objects.is_local
 
     @cached_property
     def index(self) -> dict[str, Shaped[ndarray, "..."]]:
@@ -69,11 +76,12 @@ class StoredVersion:
             CorruptedObjectError: the shard is not the one that was written, or does not decode; names it.
         """
         key = _name_shard(name, partition)
-        if key in self._shard_indexes:
-            self._decode_entry(key, self._shard_indexes[key][chunk], None, out)
-        else:
+        index = self._shard_indexes.get(key)
+        data = None if index is None else self._read_entry(key, index[chunk])
+        if data is None:
             whole = self._read_whole(key)
-            self._decode_entry(key, self._index_shard(name, key, whole)[chunk], whole, out)
+            data = _cut_entry(whole, self._index_shard(name, key, whole)[chunk])
+        self._decode_entry(key, data, out)
 
     def read_partition(self, name: MapName, partition: int) -> Float[ndarray, " cells"]:
         """A map's whole row of cells, in the stored dtype; errors as `read_chunk`."""
@@ -81,7 +89,7 @@ class StoredVersion:
         whole = self._read_whole(key)
         cells = np.empty(self._count_row_cells(name), self._dtype)
         for entry, out in zip(self._index_shard(name, key, whole), cells.reshape(-1, CHUNK_CELLS), strict=True):
-            self._decode_entry(key, entry, whole, out)
+            self._decode_entry(key, _cut_entry(whole, entry), out)
         return cells
 
     def _index_shard(self, name: MapName, key: str, whole: bytes) -> UInt64[ndarray, "chunks 2"]:
@@ -89,15 +97,19 @@ class StoredVersion:
         self._shard_indexes[key] = self._decode(key, decode_index, tail, len(whole))
         return self._shard_indexes[key]
 
-    def _decode_entry(
-        self, key: str, entry: UInt64[ndarray, "2"], whole: bytes | None, out: Float[ndarray, " cells"]
-    ) -> None:
+    def _read_entry(self, key: str, entry: UInt64[ndarray, "2"]) -> bytes | None:
+        """A chunk's bytes, none where it is absent; None if the shard is not the file whose digest was compared."""
         if is_absent(entry):
-            out[:] = 0
-            return
+            return b""
         offset, size = entry.tolist()
-        data = self._read_part(key, offset, size) if whole is None else whole[offset : offset + size]
-        self._decode(key, decode_chunk, data, out)
+        data, file = self._read_part(key, offset, size)
+        return data if file == self._checked[key] else None
+
+    def _decode_entry(self, key: str, data: bytes, out: Float[ndarray, " cells"]) -> None:
+        if data:
+            self._decode(key, decode_chunk, data, out)
+        else:
+            out[:] = 0
 
     def _count_row_cells(self, name: MapName) -> int:
         cells: int = self._describe_array(name_array(name))["shape"][1]
@@ -133,26 +145,32 @@ class StoredVersion:
         Presence and size say nothing of an object in another's place, and neither do checksums inside it.
         """
         stored = self.manifest.objects[key]
-        data = self._read_part(key, 0, stored.num_bytes + 1)
+        data, file = self._read_part(key, 0, stored.num_bytes + 1)
         if describe_bytes(data) != stored:
+            self._check_size(key)
             raise CorruptedObjectError(
                 f"{self.version.ref}: object {self._describe(key)} is not the one that was written (its SHA-256 "
                 f"differs); {describe_remedy(self.version)}"
             )
-        self._checked.add(key)
+        self._checked[key] = file
         return data
 
-    def _read_part(self, key: str, start: int, num_bytes: int) -> bytes:
+    def _read_part(self, key: str, start: int, num_bytes: int) -> tuple[bytes, _File]:
         path = self.store.objects.localize(f"{self._group}/{key}", self.manifest.objects[key])
         try:
             descriptor = os.open(path, os.O_RDONLY)
             try:
-                return os.pread(descriptor, num_bytes, start)
+                status = os.fstat(descriptor)
+                data = os.pread(descriptor, num_bytes, start)
             finally:
                 os.close(descriptor)
-        except OSError:
+        except OSError as error:
             self._check_size(key)
-            raise
+            raise CorruptedObjectError(
+                f"{self.version.ref}: object {self._describe(key)} cannot be read: {error.strerror}; "
+                f"{describe_remedy(self.version)}"
+            ) from None
+        return data, (status.st_ino, status.st_mtime_ns, status.st_size)
 
     def _describe(self, key: str) -> str:
         return self.store.describe(f"{self._group}/{key}")
@@ -168,6 +186,14 @@ class StoredVersion:
             raise CorruptedObjectError(
                 f"{self.version.ref}: {self._describe(key)} cannot be read ({error}); {describe_remedy(self.version)}"
             ) from error
+
+
+def _cut_entry(whole: bytes, entry: UInt64[ndarray, "2"]) -> bytes:
+    """A chunk's bytes of a shard, none where it is absent."""
+    if is_absent(entry):
+        return b""
+    offset, size = entry.tolist()
+    return whole[offset : offset + size]
 
 
 def _name_shard(name: MapName, partition: int) -> str:

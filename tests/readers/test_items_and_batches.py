@@ -8,10 +8,12 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from pipeline.readers import list_datasets, open_dataset
-from storage_schema.errors import DatasetNotFoundError, InvalidNameError, InvalidRecipeError
+from storage_schema.errors import CorruptedObjectError, DatasetNotFoundError, InvalidNameError, InvalidRecipeError
 from storage_schema.samples import Sample
+from tests.conftest import PROJECT
 
 TEXTS = [
     "Yes.",
@@ -143,6 +145,63 @@ def test_a_batch_keeps_ids_and_samples_in_order(dataset):
     batch = dataset.collate(items)
     assert batch.sample_ids == [item.sample_id for item in items]
     assert batch.samples == [item.sample for item in items]
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_a_batch_read_in_one_go_is_the_collated_items(multiple, dataset):
+    indices = [4, 0, -2, 2, 4]
+    batch = dataset.read_batch(indices, pad_to_multiple_of=multiple)
+    expected = dataset.collate([dataset[index] for index in indices], pad_to_multiple_of=multiple)
+    assert batch.sample_ids == expected.sample_ids
+    assert batch.samples == expected.samples
+    for name in ("maps", "attention_mask", "input_ids", "word_ids", "offsets"):
+        assert torch.equal(getattr(batch, name), getattr(expected, name))
+        assert getattr(batch, name).dtype == getattr(expected, name).dtype
+    for index in (5, -6):
+        with pytest.raises(IndexError, match=f"has 5 samples, asked for {index}"):
+            dataset.read_batch([0, index])
+
+
+def test_samples_that_torch_asks_for_at_once_are_items_and_collate_as_such(dataset):
+    chosen = dataset.__getitems__([3, 1, -1])
+    assert [item.sample_id for item in chosen] == [dataset[index].sample_id for index in (3, 1, 4)]
+    assert len(chosen) == 3
+    assert chosen[-1].sample_id == dataset[4].sample_id
+    assert dataset.collate(chosen[:2]).sample_ids == dataset.collate(list(chosen)[:2]).sample_ids
+    lengths = DataLoader(dataset, batch_size=2, collate_fn=lambda items: [len(item.input_ids) for item in items])
+    assert [length for batch in lengths for length in batch] == [len(item.input_ids) for item in dataset]
+    with pytest.raises(IndexError):
+        dataset.__getitems__([5])
+
+
+def test_a_batch_pickles_and_its_small_tensors_hold_no_maps(dataset):
+    batch = dataset.read_batch([2, 4])
+    again = pickle.loads(pickle.dumps(batch))
+    assert (again.sample_ids, again.samples) == (batch.sample_ids, batch.samples)
+    for name in ("maps", "attention_mask", "input_ids", "word_ids", "offsets"):
+        found, expected = getattr(again, name), getattr(batch, name)
+        assert torch.equal(found, expected)
+        assert found.dtype == expected.dtype
+        assert name == "maps" or found.untyped_storage().nbytes() == found.nbytes
+
+
+def test_a_sample_table_of_other_samples_is_refused_when_it_is_first_read(stored):
+    store, ref = stored
+    dataset = open_dataset(ref, store)
+    table = dataset._opened.samples_table
+    dataset._opened.samples_table = table.take([0, 2, 1, 3, 4])
+    batch = dataset.read_batch([0])
+    with pytest.raises(CorruptedObjectError, match=r"row 1 of .* is [0-9a-f]{16}, the index says [0-9a-f]{16}"):
+        _ = batch.samples
+
+
+def test_reading_needs_no_zarr_and_no_models(stored):
+    code = (
+        "import sys; from pipeline.readers import open_dataset; "
+        f"assert open_dataset({stored[1]!r}, {str(stored[0])!r})[0].maps.any(); print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PROJECT)
+    assert not {"zarr", "transformers", "datasets", "matplotlib"} & set(done.stdout.split())
 
 
 def test_the_pad_id_is_the_tokenizers(build_model, materialize_text, tmp_path):

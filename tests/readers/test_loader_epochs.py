@@ -1,6 +1,9 @@
 """A loader gives every sample once an epoch, on one rank or many, and resumes exactly where it stood."""
 
 import json
+import os
+import subprocess
+import sys
 from itertools import islice, product
 from pathlib import Path
 
@@ -12,7 +15,9 @@ from hypothesis import strategies as st
 
 from pipeline.readers import open_dataset
 from pipeline.readers.loader import shuffle_blocks
+from pipeline.store.open import StoredVersion
 from storage_schema.errors import InvalidRecipeError
+from tests.conftest import PROJECT
 
 SIZE = 11
 TEXTS = [f"Text {number} {'and ' * (number % 4)}more." for number in range(SIZE)]
@@ -57,6 +62,23 @@ def test_a_shuffle_of_many_blocks_reads_few_of_them_at_a_time():
     assert all(len(window) == 64 for window in windows)
     assert len(set.union(*windows)) == 640
     assert not np.array_equal(np.sort(order[:320]), np.arange(320))
+
+
+def test_a_last_pool_is_as_large_as_the_others():
+    blocks = np.repeat(np.arange(65), 5)
+    order = shuffle_blocks(blocks, 0, 0)
+    assert len(set(blocks[order[:165]].tolist())) == 33
+    assert len(set(blocks[order[165:]].tolist())) == 32
+
+
+def test_a_shuffle_of_many_blocks_mixes_as_documented():
+    blocks = np.repeat(np.arange(233), 86)
+    order = shuffle_blocks(blocks, 0, 0)
+    size = len(order)
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.03
+    assert abs(np.abs(np.argsort(order) - np.arange(size)).mean() / size - 1 / 3) < 0.03
+    batches = blocks[order[: size // 32 * 32]].reshape(-1, 32).tolist()
+    assert 23 < np.mean([len(set(batch)) for batch in batches]) < 26
 
 
 def test_a_shuffle_of_few_blocks_is_uniform_enough_to_leave_every_place():
@@ -226,6 +248,66 @@ def test_a_moved_store_and_other_workers_go_on_with_the_remaining_batches(tiny_b
         resumed = open_dataset(ref, moved).loader(batch_size=2, shuffle=True, num_workers=num_workers)
         resumed.load_state_dict(state)
         assert ids_of(resumed) == rest
+
+
+RESUME = """
+import json, sys
+from pipeline.readers import open_dataset
+if __name__ == "__main__":
+    store, ref, states, options = json.loads(sys.argv[1])
+    remaining = []
+    for state in states:
+        loader = open_dataset(ref, store).loader(batch_size=2, shuffle=True, **options)
+        loader.load_state_dict(state)
+        remaining.append([sample_id for batch in loader for sample_id in batch.sample_ids])
+    print(json.dumps(remaining))
+"""
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_new_process_goes_on_from_any_step_with_other_workers_ranks_and_place(
+    num_workers, tiny_bert, materialize_text, tmp_path
+):
+    store, ref = materialize_text(tiny_bert, TEXTS, maps=(1,), partition_samples=3)
+    loader = open_dataset(ref, store).loader(batch_size=2, shuffle=True, seed=8, num_workers=2 - num_workers)
+    states, seen = [loader.state_dict()], []
+    for batch in loader:
+        seen.append(batch.sample_ids)
+        states.append(loader.state_dict())
+    following = flatten(ids_of(loader))
+    moved = Path(store).rename(Path(store).with_name("elsewhere"))
+    script = tmp_path / "resume.py"
+    script.write_text(RESUME)
+
+    def resume(**options) -> list[list[str]]:
+        request = json.dumps([str(moved), ref, states, options])
+        done = subprocess.run(
+            [sys.executable, str(script), request], capture_output=True, text=True, check=False,
+            env={**os.environ, "PYTHONPATH": str(PROJECT)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    expected = [*(flatten(seen[step:]) for step in range(len(seen))), following]
+    assert resume(num_workers=num_workers) == expected
+    ranks = [resume(num_workers=num_workers, rank=rank, world_size=2) for rank in range(2)]
+    assert [sorted(one + other) for one, other in zip(*ranks, strict=True)] == [sorted(ids) for ids in expected]
+
+
+def test_a_small_cache_decodes_each_chunk_once_a_shuffled_epoch(tiny_bert, materialize_text, monkeypatch):
+    decoded: list[tuple] = []
+    read_chunk = StoredVersion.read_chunk
+
+    def count(self, name, partition, chunk, out):
+        decoded.append((name, partition, chunk))
+        read_chunk(self, name, partition, chunk, out)
+
+    store, ref = materialize_text(tiny_bert, TEXTS, maps=(1, 2), partition_samples=1)
+    loader = open_dataset(ref, store, cache_bytes=1).loader(batch_size=2, shuffle=True)
+    monkeypatch.setattr(StoredVersion, "read_chunk", count)
+    assert len(flatten(ids_of(loader))) == SIZE
+    assert len(decoded) == len(set(decoded)) == 2 * SIZE
 
 
 def test_a_state_of_another_version_is_refused_with_both(stored, tiny_bert, materialize_text, dataset):

@@ -1,14 +1,24 @@
 """Workers of every kind read the same bytes, also when their parent has read before."""
 
+import contextlib
+import gc
 import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
 import threading
+import time
 
+import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from pipeline.readers import open_dataset
+from pipeline.store.open import StoredVersion
 from storage_schema.errors import CorruptedObjectError
+from tests.conftest import PROJECT
 
 multiprocessing.set_forkserver_preload(["pipeline.readers", "pipeline.extraction", "pipeline.store.writer"])
 TEXTS = [f"Text {number} {'and ' * (number % 4)}more." for number in range(10)]
@@ -87,6 +97,116 @@ def test_damage_that_a_worker_meets_is_raised_by_name_in_the_parent(tiny_llama, 
     loader = dataset.loader(batch_size=4, num_workers=1, start_method="fork")
     with pytest.raises(CorruptedObjectError, match="order_1/c/2/0"):
         list(loader)
+
+
+def wait_until(holds) -> None:
+    deadline = time.monotonic() + 30
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert holds()
+
+
+def count_children() -> int:
+    return len(psutil.Process().children())
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("leave", ["break", "error"])
+def test_a_loop_that_is_left_leaves_no_worker_and_goes_on(leave, stored, expected):
+    before = count_children()
+    loader = open_dataset(stored[1], stored[0]).loader(batch_size=4, num_workers=2, start_method="fork")
+    with contextlib.suppress(KeyError):
+        for batch in loader:
+            assert_same([batch], expected[:1])
+            assert count_children() >= before + 2
+            if leave == "break":
+                break
+            raise KeyError
+    wait_until(lambda: count_children() == before)
+    assert_same(list(loader), expected[1:])
+    assert_same(list(loader), expected)
+    del loader
+    gc.collect()
+    wait_until(lambda: count_children() == before)
+
+
+@pytest.mark.timeout(120)
+def test_workers_stay_from_epoch_to_epoch_and_share_decoded_chunks(stored, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    loader = open_dataset(stored[1], stored[0]).loader(batch_size=4, num_workers=2, start_method="fork")
+    assert_same(list(loader), expected)
+    workers = {child.pid for child in psutil.Process().children()}
+    (folder,) = tmp_path.glob("ola-cache-*")
+    (file,) = folder.glob("*.chunks")
+    written = file.stat().st_mtime_ns
+    for _ in range(2):
+        assert_same(list(loader), expected)
+    assert {child.pid for child in psutil.Process().children()} == workers
+    assert file.stat().st_mtime_ns == written
+    del loader
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(120)
+def test_a_worker_that_raises_can_be_asked_again(tiny_llama, materialize_text, expected):
+    store, ref = materialize_text(tiny_llama, TEXTS, partition_samples=3)
+    dataset = open_dataset(ref, store)
+    group = store / str(dataset.manifest.dataset) / dataset.manifest.folder
+    shard = group / "order_1" / "c" / "2" / "0"
+    data = shard.read_bytes()
+    loader = dataset.loader(batch_size=4, num_workers=2, start_method="fork")
+    shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    for _ in range(2):
+        with pytest.raises(CorruptedObjectError, match="order_1/c/2/0 is not the one that was written"):
+            list(loader)
+    shard.write_bytes(data)
+    assert_same([*loader], expected[1:])
+
+
+MEMORY = """
+import sys
+import psutil
+from pipeline.readers import open_dataset
+
+def measure(processes):
+    return sum(process.memory_info().rss for process in processes)
+
+if __name__ == "__main__":
+    loader = open_dataset(sys.argv[2], sys.argv[1], cache_bytes=10**6).loader(
+        batch_size=8, shuffle=True, num_workers=int(sys.argv[3])
+    )
+    def run(epochs):
+        for _ in range(epochs):
+            for batch in loader:
+                assert batch.samples
+        return measure([psutil.Process(), *psutil.Process().children()])
+    before = run(3)
+    print(before, run(5))
+"""
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_memory_is_flat_over_five_epochs(num_workers, tiny_bert, materialize_text, tmp_path):
+    texts = [f"Text {number} {'and ' * 25}more." for number in range(200)]
+    store, ref = materialize_text(tiny_bert, texts, maps=(1, 2, 3), partition_samples=20)
+    script = tmp_path / "epochs.py"
+    script.write_text(MEMORY)
+    done = subprocess.run(
+        [sys.executable, str(script), str(store), ref, str(num_workers)], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(PROJECT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    before, after = map(int, done.stdout.split())
+    assert after < before * 1.05
+
+
+def test_a_remote_store_is_read_by_spawned_workers_and_says_so(stored, expected, monkeypatch):
+    monkeypatch.setattr(StoredVersion, "is_local", False)
+    loader = open_dataset(stored[1], stored[0]).loader(batch_size=4, num_workers=1, start_method="fork")
+    with pytest.warns(UserWarning, match="tiny-llama/lines/all@v1, a remote store, start by spawn"):
+        assert_same(list(loader), expected)
 
 
 def test_threads_share_a_dataset(stored, expected):

@@ -228,3 +228,22 @@ def test_damage_after_opening_is_found_when_it_is_read(store):
     path.unlink()
     with pytest.raises(DamagedError, match=str(path)):
         _ = dataset[7]
+
+
+def test_a_shard_that_changes_after_it_was_checked_is_not_read_on(tiny_bert, materialize_text):
+    texts = [f"Text {number} {'and ' * 40}more." for number in range(60)]
+    store, ref = materialize_text(tiny_bert, texts, maps=(1,))
+    dataset = open_dataset(ref, store, cache_bytes=1)
+    path = next(store.glob("tiny-bert/lines/all/*/order_1/c/0/0"))
+    data = path.read_bytes()
+    expected = [dataset[index].maps for index in (0, 30, 59)]
+    changed = bytearray(data)
+    changed[len(data) - len(data) // 10] ^= 1  # of the last chunk, which is not the one that is read
+    path.write_bytes(bytes(changed))
+    with pytest.raises(CorruptedObjectError, match=f"{path} is not the one that was written"):
+        _ = dataset[30]
+    path.write_bytes(data)
+    assert all((dataset[index].maps == maps).all() for index, maps in zip((0, 30, 59), expected, strict=True))
+    path.unlink()
+    with pytest.raises(MissingObjectError, match=f"{path} is missing"):
+        _ = dataset[30]
