@@ -155,7 +155,7 @@ def list_models(options: argparse.Namespace) -> int:
     """Prints the models of the registry, or, of one model that is named, how its attention is read."""
     from pipeline.ola.registry import MODELS
 
-    if options.model:
+    if options.model is not None:
         return _list(options, [_describe_model(options.model, options.device)])
     rows = [
         {

@@ -23,6 +23,12 @@ A message says the rule, the value seen, the value expected, whose it is, and wh
 """
 
 
+def summarize_error(error: BaseException, most: int = 400) -> str:
+    """What a library's error says, on one line of at most `most` characters; its type where it says nothing."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 class OlaError(Exception):
     """Base of the tree; `exit_code` is what the command line returns."""
 

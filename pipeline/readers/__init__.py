@@ -1,6 +1,7 @@
 """What training code imports: finished versions as torch datasets and loaders."""
 
-from pipeline.readers.dataset import Batch, Item, OlaDataset, open_dataset
+from pipeline.readers.batch import Batch, Item
+from pipeline.readers.dataset import OlaDataset, open_dataset
 from pipeline.readers.loader import Loader
 from pipeline.store.catalog import DatasetEntry, list_datasets
 

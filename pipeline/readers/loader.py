@@ -4,20 +4,41 @@ The order of an epoch is a pure function of dataset, seed and epoch; the positio
 ranks. So neither workers nor the store's place matter to where a run goes on.
 """
 
-from collections.abc import Iterator
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
 from jaxtyping import Int
 from numpy import ndarray
 
-from pipeline.readers.dataset import Batch, OlaDataset
+from pipeline.readers.cache import SharedFolder, has_room_for
+from pipeline.readers.dataset import SHUFFLE_BLOCKS
 from storage_schema.errors import InvalidRecipeError
 
-SHUFFLE_BLOCKS = 64
-"""Blocks whose samples are mixed with one another: about 8 MiB of float16 a map, if samples are short."""
+Batches = TypeVar("Batches")
+
+
+@runtime_checkable
+class BatchSource(Protocol[Batches]):
+    """What a loader reads from: one dataset, or several joined."""
+
+    @property
+    def ref(self) -> str: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def cache_path(self) -> Path | None: ...
+    @property
+    def cache_bytes(self) -> int: ...
+    def __len__(self) -> int: ...
+    def locate_blocks(self) -> Int[ndarray, " S"]: ...
+    def with_cache(self, path: Path) -> "BatchSource[Batches]": ...
+    def read_batch(self, indices: Sequence[int], pad_to_multiple_of: int = 1) -> Batches: ...
+    def strip_rows(self, batch: Batches) -> Batches: ...
+    def attach_rows(self, batch: Batches, indices: Sequence[int]) -> Batches: ...
 
 
 def shuffle_blocks(blocks: Int[ndarray, " S"], seed: int, epoch: int) -> Int[ndarray, " S"]:
@@ -36,12 +57,12 @@ def shuffle_blocks(blocks: Int[ndarray, " S"], seed: int, epoch: int) -> Int[nda
     return np.concatenate(pools)
 
 
-class Loader:
+class Loader(Generic[Batches]):
     """Batches, epoch after epoch: each `for` loop yields the rest of the current epoch, then the next one begins."""
 
     def __init__(
         self,
-        dataset: OlaDataset,
+        dataset: BatchSource[Batches],
         batch_size: int = 32,
         *,
         shuffle: bool = False,
@@ -58,7 +79,8 @@ class Loader:
 
         Args:
             batch_size: samples in a batch of one rank.
-            num_workers: processes that read and collate; 0 for this one.
+            num_workers: processes that read and collate, from epoch to epoch; 0 for this one. They share one file of
+                decoded chunks among temporary files, or in the dataset's `cache_path`.
             pad_to_multiple_of: batches are padded to a multiple of so many tokens.
             drop_last: leaves out the last samples of an epoch that do not fill a batch on every rank. Without it they
                 are spread evenly over the ranks, none twice, and a rank may get a smaller last batch or none.
@@ -104,29 +126,46 @@ class Loader:
         """Batches that the next loop yields on this rank."""
         return sum(bool(mine) for mine, _ in self._plan())
 
-    def __iter__(self) -> Iterator[Batch]:
-        steps = self._plan()
-        plan = [(mine, consumed) for mine, consumed in steps if mine]
-        epoch = self._epoch
-        batches = torch.utils.data.DataLoader(
-            self.dataset,
-            batch_sampler=[mine for mine, _ in plan],
+    @cached_property
+    def _shared_folder(self) -> SharedFolder | None:
+        shares = self.num_workers > 1 and self.dataset.cache_path is None and has_room_for(self.dataset.cache_bytes)
+        return SharedFolder() if shares else None
+
+    @cached_property
+    def _steps(self) -> list[list[int]]:
+        """The samples of each batch to come; torch's loader goes through this very list, epoch after epoch."""
+        return []
+
+    @cached_property
+    def _batches(self) -> torch.utils.data.DataLoader[Batches]:
+        dataset = self.dataset if self._shared_folder is None else self.dataset.with_cache(self._shared_folder.path)
+        return torch.utils.data.DataLoader(
+            _BatchReader(dataset, self.pad_to_multiple_of),
+            batch_size=None,
+            sampler=self._steps,
+            collate_fn=_hand_on,
             num_workers=self.num_workers,
-            collate_fn=partial(self.dataset.collate, pad_to_multiple_of=self.pad_to_multiple_of),
+            persistent_workers=self.num_workers > 0,
             multiprocessing_context=self._start_method if self.num_workers else None,
             pin_memory=self._pin_memory,
         )
+
+    def __iter__(self) -> Iterator[Batches]:
+        steps = self._plan()
+        plan = [(mine, consumed) for mine, consumed in steps if mine]
+        epoch = self._epoch
+        self._steps[:] = [mine for mine, _ in plan]
         # The position moves before a batch is handed out, so that a state saved inside the loop counts it as consumed.
-        for (_, consumed), batch in zip(plan, batches, strict=True):
+        for (mine, consumed), batch in zip(plan, self._batches, strict=True):
             is_last = consumed == steps[-1][1]
             self._epoch, self._consumed = (epoch + 1, 0) if is_last else (epoch, consumed)
-            yield batch
+            yield self.dataset.attach_rows(batch, mine)
         self._epoch, self._consumed = epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
         """The position as JSON values; at the end of an epoch it is step 0 of the next one."""
         return {
-            "fingerprint": self.dataset.recipe.fingerprint,
+            "fingerprint": self.dataset.fingerprint,
             "shuffle": self.shuffle,
             "seed": self.seed,
             "epoch": self._epoch,
@@ -145,10 +184,10 @@ class Loader:
             seed, epoch, consumed = int(state["seed"]), int(state["epoch"]), int(state["samples_consumed"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise InvalidRecipeError(f"not a loader state: {type(error).__name__}: {error}") from None
-        if fingerprint != self.dataset.recipe.fingerprint:
+        if fingerprint != self.dataset.fingerprint:
             raise InvalidRecipeError(
                 f"the loader state is of version {fingerprint[:12]}, this loader reads {self.dataset.ref} "
-                f"({self.dataset.recipe.fingerprint[:12]}); open the dataset at @{fingerprint[:12]}"
+                f"({self.dataset.fingerprint[:12]}); open the dataset at @{fingerprint[:12]}"
             )
         if shuffle != self.shuffle:
             raise InvalidRecipeError(
@@ -159,3 +198,17 @@ class Loader:
                 f"not a loader state: seed {seed}, epoch {epoch}, {consumed} of {len(self.dataset)} samples"
             )
         self.seed, self._epoch, self._consumed = seed, epoch, consumed
+
+
+class _BatchReader(torch.utils.data.Dataset[Batches]):
+    """Whole batches by their samples, as a loader's worker reads them: its rows are taken where the loader is."""
+
+    def __init__(self, source: BatchSource[Batches], pad_to_multiple_of: int) -> None:
+        self._source, self._pad_to_multiple_of = source, pad_to_multiple_of
+
+    def __getitem__(self, indices: list[int]) -> Batches:
+        return self._source.strip_rows(self._source.read_batch(indices, self._pad_to_multiple_of))
+
+
+def _hand_on(batch: Batches) -> Batches:
+    return batch

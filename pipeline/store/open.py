@@ -1,28 +1,33 @@
 """A finished version, opened for reading: its index, its cells, its samples.
 
 Axis names: S samples, N tokens of all samples, T tokens of one sample.
-Whatever is not as the manifest says raises by name. Nothing is written.
+Whatever is not as the manifest says raises by name. Nothing is written, and nothing stays open, so that any process or
+thread may go on reading.
 """
 
+import json
+import os
+from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
-import zarr
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Shaped, UInt64
 from numpy import ndarray
-from zarr.core.buffer import Buffer, default_buffer_prototype
-from zarr.storage import LocalStore, MemoryStore
 
 from pipeline.store.layout import Store
 from pipeline.store.objects import describe_bytes
 from pipeline.store.presence import check_presence, check_size, describe_remedy
 from pipeline.store.samples import read_samples_table
+from pipeline.store.shards import count_index_bytes, decode_chunk, decode_index, is_absent
 from pipeline.store.versions import Version
-from storage_schema.arrays import CHUNK_CELLS, INDEX_ARRAYS, name_array
+from storage_schema.arrays import CHUNK_CELLS, INDEX_ARRAYS, IndexArray, name_array
 from storage_schema.errors import CorruptedObjectError
 from storage_schema.recipe import MapName
+
+_T = TypeVar("_T")
 
 
 class StoredVersion:
@@ -41,73 +46,133 @@ class StoredVersion:
         """
         self.store, self.version, self.manifest = store, version, version.manifest
         self._prefix = store.group_key(self.manifest.dataset, self.manifest.recipe.fingerprint)
+        self._dtype = np.dtype(self.manifest.recipe.store_dtype).newbyteorder("<")
         self._checked: set[str] = set()
-        self._copies: dict[str, Buffer] = {}
+        self._described: dict[str, dict[str, Any]] = {}
+        self._shard_indexes: dict[str, UInt64[ndarray, "chunks 2"]] = {}
         check_presence(store, version)
-
-    def _check_object(self, name: str) -> None:
-        # Presence and size at every reading, since Zarr takes a missing object for zeros; the digest at the first one,
-        # since a checksum inside an object does not tell that it stands in another's place.
-        key, stored = f"{self._prefix}/{name}", self.manifest.objects[name]
-        if not self.store.objects.is_local:
-            if name not in self._copies:
-                data = self.store.objects.localize(key, stored).read_bytes()
-                self._copies[name] = default_buffer_prototype().buffer.from_bytes(data)
-            return
-        check_size(self.store, self.version, key, stored.num_bytes)
-        if name not in self._checked:
-            if describe_bytes(self.store.objects.localize(key, stored).read_bytes()) != stored:
-                raise CorruptedObjectError(
-                    f"{self.version.ref}: object {self.store.describe(key)} is not the one that was written "
-                    f"(its SHA-256 differs); {describe_remedy(self.version)}"
-                )
-            self._checked.add(name)
-
-    @cached_property
-    def _group(self) -> zarr.Group:
-        if not self.store.objects.is_local:
-            return zarr.open_group(MemoryStore(self._copies, read_only=True), mode="r")
-        return zarr.open_group(LocalStore(self.store.describe(self._prefix), read_only=True), mode="r")
 
     @cached_property
     def index(self) -> dict[str, Shaped[ndarray, "..."]]:
         """The index arrays by name, in memory."""
-        return {index.name: self._read(index.name, ...) for index in INDEX_ARRAYS}
+        return {index.name: self._read_index_array(index) for index in INDEX_ARRAYS}
 
     @cached_property
     def samples_table(self) -> pa.Table:
         """The corpus's samples and annotation; row i is sample i."""
         return read_samples_table(self.store, self.manifest.samples_path, self.manifest.samples)
 
-    def read_chunk(self, name: MapName, partition: int, chunk: int) -> Float[ndarray, " cells"]:
-        """One chunk of a map's row of cells, in the stored dtype: cells `[chunk * CHUNK_CELLS, ...)`.
+    def read_chunk(self, name: MapName, partition: int, chunk: int, out: Float[ndarray, " cells"]) -> None:
+        """Fills `out`, in the stored dtype, with one chunk of a map's row: cells `[chunk * CHUNK_CELLS, ...)`.
 
         Raises:
             MissingObjectError: the shard has gone since the version was opened; names it.
             CorruptedObjectError: the shard is not the one that was written, or does not decode; names it.
         """
-        start = chunk * CHUNK_CELLS
-        cells: Float[ndarray, " cells"] = self._read(name_array(name), (partition, slice(start, start + CHUNK_CELLS)))
-        return cells
+        key = _name_shard(name, partition)
+        if key in self._shard_indexes:
+            self._decode_entry(key, self._shard_indexes[key][chunk], None, out)
+        else:
+            whole = self._read_whole(key)
+            self._decode_entry(key, self._index_shard(name, key, whole)[chunk], whole, out)
 
     def read_partition(self, name: MapName, partition: int) -> Float[ndarray, " cells"]:
         """A map's whole row of cells, in the stored dtype; errors as `read_chunk`."""
-        cells: Float[ndarray, " cells"] = self._read(name_array(name), (partition, slice(None)))
+        key = _name_shard(name, partition)
+        whole = self._read_whole(key)
+        cells = np.empty(self._count_row_cells(name), self._dtype)
+        for entry, out in zip(self._index_shard(name, key, whole), cells.reshape(-1, CHUNK_CELLS), strict=True):
+            self._decode_entry(key, entry, whole, out)
         return cells
 
-    def _read(self, name: str, selection: Any) -> Any:
-        chunks = f"{name}/c/" if selection is ... else f"{name}/c/{selection[0]}/0"
-        keys = (
-            [chunks] if chunks in self.manifest.objects else [k for k in self.manifest.objects if k.startswith(chunks)]
-        )
-        for key in ("zarr.json", f"{name}/zarr.json", *keys):
-            self._check_object(key)
-        try:
-            array = self._group[name]
-            assert isinstance(array, zarr.Array)
-            return np.asarray(array[selection])
-        except Exception as error:
+    def _index_shard(self, name: MapName, key: str, whole: bytes) -> UInt64[ndarray, "chunks 2"]:
+        tail = whole[-count_index_bytes(self._count_row_cells(name)) :]
+        self._shard_indexes[key] = self._decode(key, decode_index, tail, len(whole))
+        return self._shard_indexes[key]
+
+    def _decode_entry(
+        self, key: str, entry: UInt64[ndarray, "2"], whole: bytes | None, out: Float[ndarray, " cells"]
+    ) -> None:
+        if is_absent(entry):
+            out[:] = 0
+            return
+        offset, size = entry.tolist()
+        data = self._read_part(key, offset, size) if whole is None else whole[offset : offset + size]
+        self._decode(key, decode_chunk, data, out)
+
+    def _count_row_cells(self, name: MapName) -> int:
+        cells: int = self._describe_array(name_array(name))["shape"][1]
+        return cells
+
+    def _read_index_array(self, index: IndexArray) -> Shaped[ndarray, "..."]:
+        described = self._describe_array(index.name)
+        shape, chunk_shape = described["shape"], described["chunk_grid"]["configuration"]["chunk_shape"]
+        dtype = np.dtype(index.dtype).newbyteorder("<")
+        chunks = []
+        for place in range(-(-shape[0] // chunk_shape[0])):
+            key = f"{index.name}/c/{place}" + "/0" * (len(shape) - 1)
+            values = np.zeros(chunk_shape, dtype)
+            if key in self.manifest.objects:  # Zarr leaves out a chunk of zeros
+                self._decode(key, decode_chunk, self._read_whole(key), values)
+            chunks.append(values)
+        return np.concatenate(chunks)[: shape[0]].astype(index.dtype, copy=False)
+
+    def _describe_array(self, name: str) -> dict[str, Any]:
+        if name not in self._described:
+            self._check_once("zarr.json")
+            described = json.loads(self._read_whole(f"{name}/zarr.json"))
+            self._described[name] = described
+        return self._described[name]
+
+    def _check_once(self, key: str) -> None:
+        if key not in self._checked:
+            self._read_whole(key)
+
+    def _read_whole(self, key: str) -> bytes:
+        """The object's bytes, if their digest is right.
+
+        Presence and size say nothing of an object in another's place, and neither do checksums inside it.
+        """
+        stored = self.manifest.objects[key]
+        data = self._read_part(key, 0, stored.num_bytes + 1)
+        if describe_bytes(data) != stored:
             raise CorruptedObjectError(
-                f"{self.version.ref}: {self.store.describe(self._prefix)}/{chunks} cannot be read "
-                f"({type(error).__name__}: {error}); {describe_remedy(self.version)}"
+                f"{self.version.ref}: object {self._describe(key)} is not the one that was written "
+                f"(its SHA-256 differs); {describe_remedy(self.version)}"
+            )
+        self._checked.add(key)
+        return data
+
+    def _read_part(self, key: str, start: int, num_bytes: int) -> bytes:
+        path = self._locate(key)
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                return os.pread(descriptor, num_bytes, start)
+            finally:
+                os.close(descriptor)
+        except OSError:
+            self._check_size(key)
+            raise
+
+    def _locate(self, key: str) -> Path:
+        return self.store.objects.localize(f"{self._prefix}/{key}", self.manifest.objects[key])
+
+    def _describe(self, key: str) -> str:
+        return self.store.describe(f"{self._prefix}/{key}")
+
+    def _check_size(self, key: str) -> None:
+        check_size(self.store, self.version, f"{self._prefix}/{key}", self.manifest.objects[key].num_bytes)
+
+    def _decode(self, key: str, decode: Callable[..., _T], *arguments: Any) -> _T:
+        try:
+            return decode(*arguments)
+        except ValueError as error:
+            self._check_size(key)
+            raise CorruptedObjectError(
+                f"{self.version.ref}: {self._describe(key)} cannot be read ({error}); {describe_remedy(self.version)}"
             ) from error
+
+
+def _name_shard(name: MapName, partition: int) -> str:
+    return f"{name_array(name)}/c/{partition}/0"

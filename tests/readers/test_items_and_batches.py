@@ -195,7 +195,6 @@ def test_a_tiny_cache_reads_the_same_and_stays_tiny(tiny_bert, materialize_text)
 
     def measure(cache_bytes: int) -> int:
         dataset = open_dataset(ref, store, cache_bytes=cache_bytes)
-        assert dataset[0].maps.any()
         tracemalloc.start()
         assert all(torch.equal(dataset[index].maps, expected[index]) for index in range(20))
         kept, _ = tracemalloc.get_traced_memory()
