@@ -97,6 +97,11 @@ class OlaDataset(torch.utils.data.Dataset[Item]):
         """Bytes of decoded chunks that are kept."""
         return self._cache_bytes
 
+    @property
+    def may_fork(self) -> bool:
+        """Whether a forked process can go on reading."""
+        return self._store.objects.is_local
+
     def __len__(self) -> int:
         return self.manifest.counts.samples
 

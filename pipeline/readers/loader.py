@@ -4,6 +4,8 @@ The order of an epoch is a pure function of dataset, seed and epoch; the positio
 ranks. So neither workers nor the store's place matter to where a run goes on.
 """
 
+import multiprocessing
+import warnings
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +35,8 @@ class BatchSource(Protocol[Batches]):
     def cache_path(self) -> Path | None: ...
     @property
     def cache_bytes(self) -> int: ...
+    @property
+    def may_fork(self) -> bool: ...
     def __len__(self) -> int: ...
     def locate_blocks(self) -> Int[ndarray, " S"]: ...
     def with_cache(self, path: Path) -> "BatchSource[Batches]": ...
@@ -85,7 +89,8 @@ class Loader(Generic[Batches]):
             drop_last: leaves out the last samples of an epoch that do not fill a batch on every rank. Without it they
                 are spread evenly over the ranks, none twice, and a rank may get a smaller last batch or none.
             rank: which part of each step this process takes, of `world_size`.
-            start_method: how workers start: `fork`, `spawn` or `forkserver`; default the platform's.
+            start_method: how workers start: `fork`, `spawn` or `forkserver`; default the platform's. Where the store is
+                a bucket, `spawn` takes the place of `fork`, with a warning.
 
         Raises:
             InvalidRecipeError: a number is out of range.
@@ -104,7 +109,8 @@ class Loader(Generic[Batches]):
         self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed
         self.num_workers, self.pad_to_multiple_of, self.drop_last = num_workers, pad_to_multiple_of, drop_last
         self.rank, self.world_size = rank, world_size
-        self._start_method, self._pin_memory = start_method, pin_memory
+        self._start_method = _choose_start_method(start_method, dataset) if num_workers else None
+        self._pin_memory = pin_memory
         self._epoch = self._consumed = 0
 
     def _plan(self) -> list[tuple[list[int], int]]:
@@ -146,7 +152,7 @@ class Loader(Generic[Batches]):
             collate_fn=_hand_on,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
-            multiprocessing_context=self._start_method if self.num_workers else None,
+            multiprocessing_context=self._start_method,
             pin_memory=self._pin_memory,
         )
 
@@ -212,3 +218,14 @@ class _BatchReader(torch.utils.data.Dataset[Batches]):
 
 def _hand_on(batch: Batches) -> Batches:
     return batch
+
+
+def _choose_start_method(asked: str | None, dataset: BatchSource[Any]) -> str | None:
+    if dataset.may_fork or (asked or multiprocessing.get_start_method()) != "fork":
+        return asked
+    warnings.warn(
+        f"{dataset.ref} is read from a bucket, and its client hangs in forked processes: workers start by `spawn`, so "
+        'keep the script\'s own work under `if __name__ == "__main__":`',
+        stacklevel=3,
+    )
+    return "spawn"
