@@ -151,6 +151,14 @@ def test_what_was_read_is_read_again_without_the_bucket(url, tmp_path):
         open_dataset(REF, url)
 
 
+def test_what_one_process_read_another_reads_from_the_same_cache(url):
+    manifest = resolve_ref(open_store(url), REF).manifest
+    expected = connect(url).read(manifest.samples_path)
+    connect(url).localize(manifest.samples_path, manifest.samples)
+    connect(url).remove(manifest.samples_path)
+    assert connect(url).localize(manifest.samples_path, manifest.samples).read_bytes() == expected
+
+
 def test_a_damaged_copy_in_the_cache_is_fetched_again(url, folder, tmp_path):
     expected = read_everything(folder)
     assert read_everything(url) == expected
