@@ -315,7 +315,7 @@ def open_dataset(
 
     Args:
         ref: `<model>/<corpus>/<split>[@<version>]`; without a version, the latest.
-        store: the store's folder; default `OLA_STORE`, else `data/store`.
+        store: a folder, or `s3://bucket/prefix`; default `OLA_STORE`, else `data/store`.
         maps: which maps to read, in this order; default all stored, orders ascending, then names.
         cache_bytes: decoded chunks that are kept: by each process, or in `cache_path` by all.
         cache_path: a folder for a file of decoded chunks that processes share, from one run to the next as well.

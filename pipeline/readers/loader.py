@@ -169,8 +169,11 @@ class Loader(Generic[Batches]):
     def _choose_start_method(self) -> str:
         method = self._start_method or multiprocessing.get_start_method()
         if method == "fork" and not self.dataset.is_local:
-            # Clients of object stores have threads and locks that a forked child would wait for without end.
-            warnings.warn(f"loader: workers of {self.dataset.ref}, a remote store, start by spawn", stacklevel=4)
+            warnings.warn(
+                f"{self.dataset.ref} is read from a bucket, and its client hangs in forked processes: workers start by "
+                '`spawn`, so keep the script\'s own work under `if __name__ == "__main__":`',
+                stacklevel=4,
+            )
             return "spawn"
         return method
 

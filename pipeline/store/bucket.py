@@ -133,7 +133,7 @@ class BucketObjects:
             for name, stored in recorded.items()
             if (meta := found.get(name)) is None
             or meta["size"] != stored.num_bytes
-            or self._etags.get(f"{prefix}/{name}", meta["e_tag"]) != meta["e_tag"]
+            or self._etags.get(meta["path"], meta["e_tag"]) != meta["e_tag"]
         }
 
     def localize(self, key: str, stored: StoredObject) -> Path:
@@ -180,8 +180,8 @@ class BucketObjects:
             result = self._ask(key, put, time)
         except (AlreadyExistsError, PreconditionError):
             return None
-        self._etags[key] = result["e_tag"] or ""
-        return self._etags[key]
+        etag = self._etags[self._locate(key)] = result["e_tag"] or ""
+        return etag
 
     def read_with_etag(self, key: str, time: timedelta = REQUEST_TIME) -> tuple[bytes, str]:
         """An object's bytes and ETag; raises as `read`."""

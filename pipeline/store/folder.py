@@ -90,7 +90,8 @@ class FolderObjects:
         return sizes
 
     def find_changed(self, prefix: str, recorded: Mapping[str, StoredObject]) -> set[str]:
-        return {name for name, stored in recorded.items() if not self._matches(f"{prefix}/{name}", stored)}
+        folder = FolderObjects(self.path / prefix)
+        return {name for name, stored in recorded.items() if not folder._matches(name, stored)}
 
     def _matches(self, key: str, stored: StoredObject) -> bool:
         try:

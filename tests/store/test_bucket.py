@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from pipeline.cli import main
 from pipeline.materialize import materialize
@@ -124,10 +125,19 @@ def test_a_loader_reads_from_a_bucket_what_it_reads_from_a_folder(num_workers, s
         assert found.samples == expected.samples
 
 
+@pytest.mark.parametrize("start_method", ["fork", None])
+def test_our_loader_spawns_where_forked_workers_would_hang_and_says_so(start_method, url):
+    dataset = open_dataset(REF, url)
+    with pytest.warns(UserWarning, match="workers start by `spawn`"):
+        loader = dataset.loader(batch_size=4, num_workers=1, start_method=start_method)
+    assert sum(len(batch) for batch in loader) == len(TEXTS)
+
+
 def test_a_forked_process_is_told_that_it_would_hang(url):
     dataset = open_dataset(REF, url)
+    batches = DataLoader(dataset, collate_fn=dataset.collate, num_workers=1, multiprocessing_context="fork")
     with pytest.raises(StoreUnavailableError, match=r"start workers with `spawn` or `forkserver`"):
-        list(dataset.loader(batch_size=4, num_workers=1, start_method="fork"))
+        list(batches)
 
 
 def test_what_was_read_is_read_again_without_the_bucket(url, tmp_path):
@@ -139,6 +149,14 @@ def test_what_was_read_is_read_again_without_the_bucket(url, tmp_path):
     assert all(torch.equal(item.maps, maps) for item, maps in zip(dataset, expected, strict=True))
     with pytest.raises(MissingObjectError):
         open_dataset(REF, url)
+
+
+def test_what_one_process_read_another_reads_from_the_same_cache(url):
+    manifest = resolve_ref(open_store(url), REF).manifest
+    expected = connect(url).read(manifest.samples_path)
+    connect(url).localize(manifest.samples_path, manifest.samples)
+    connect(url).remove(manifest.samples_path)
+    assert connect(url).localize(manifest.samples_path, manifest.samples).read_bytes() == expected
 
 
 def test_a_damaged_copy_in_the_cache_is_fetched_again(url, folder, tmp_path):

@@ -233,6 +233,15 @@ def test_a_late_put_of_a_former_owner_does_not_go_unseen(bucket):
     assert mine.find_changed("group", recorded) == {"shard", "another"}
 
 
+def test_objects_at_the_top_of_a_store_are_compared_like_those_below(bucket, tmp_path):
+    recorded = {"object": describe_bytes(b"whole"), "torn": describe_bytes(b"whole")}
+    for objects in (connect(bucket), connect(tmp_path)):
+        objects.replace("object", b"whole")
+        objects.replace("torn", b"who")
+        assert objects.find_changed("", recorded) == {"torn"}
+        assert objects.list_names("") == ["object", "torn"]
+
+
 def put(url: str, number: int) -> tuple[int, bool]:
     return number, connect(url).put_if_absent("key", bytes([number]) * 1000)
 
