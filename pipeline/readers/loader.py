@@ -113,7 +113,8 @@ class Loader(Generic[Batches]):
         self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed
         self.num_workers, self.pad_to_multiple_of, self.drop_last = num_workers, pad_to_multiple_of, drop_last
         self.rank, self.world_size = rank, world_size
-        self._start_method, self._pin_memory = start_method, pin_memory
+        self._start_method = _choose_start_method(start_method, dataset) if num_workers else None
+        self._pin_memory = pin_memory
         self._epoch = self._consumed = 0
 
     def _plan(self) -> list[tuple[list[int], int]]:
@@ -163,19 +164,8 @@ class Loader(Generic[Batches]):
             collate_fn=_hand_on,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
-            multiprocessing_context=self._choose_start_method() if self.num_workers else None,
+            multiprocessing_context=self._start_method,
         )
-
-    def _choose_start_method(self) -> str:
-        method = self._start_method or multiprocessing.get_start_method()
-        if method == "fork" and not self.dataset.is_local:
-            warnings.warn(
-                f"{self.dataset.ref} is read from a bucket, and its client hangs in forked processes: workers start by "
-                '`spawn`, so keep the script\'s own work under `if __name__ == "__main__":`',
-                stacklevel=4,
-            )
-            return "spawn"
-        return method
 
     def __iter__(self) -> Iterator[Batches]:
         steps = self._plan()
@@ -254,3 +244,15 @@ def _pin(batch: Any) -> Any:
 
 def _hand_on(cells: Any) -> Any:
     return cells
+
+
+def _choose_start_method(asked: str | None, dataset: BatchSource[Any]) -> str:
+    method = asked or multiprocessing.get_start_method()
+    if method == "fork" and not dataset.is_local:
+        warnings.warn(
+            f"{dataset.ref} is read from a bucket, and its client hangs in forked processes: workers start by "
+            '`spawn`, so keep the script\'s own work under `if __name__ == "__main__":`',
+            stacklevel=3,
+        )
+        return "spawn"
+    return method

@@ -42,8 +42,8 @@ def _iter_dataset_folders(store: Store) -> Iterator[str]:
 
 
 def _list_folders(store: Store, prefix: str) -> list[str]:
-    names = store.objects.list_names(prefix)
-    return [f"{prefix}/{name[:-1]}".lstrip("/") for name in names if name.endswith("/") and name[0] not in "._"]
+    names = [name[:-1] for name in store.objects.list_names(prefix) if name.endswith("/") and name[0] not in "._"]
+    return [f"{prefix}/{name}".lstrip("/") for name in sorted(names)]
 
 
 def _read_in_place(store: Store, folder: str, number: int) -> Version:
