@@ -233,8 +233,8 @@ class Loader(Generic[Batches]):
 class _CellReader(torch.utils.data.Dataset[Any]):
     """The stored cells of whole batches, as a loader's worker reads them.
 
-    They are padded where the loader is: a padded batch has some twenty times their bytes, and more than the reading
-    costs the way from process to process.
+    They are padded where the loader is: a padded batch has fifteen times their bytes, or thirty, and its way from
+    process to process costs more than reading it.
     """
 
     def __init__(self, source: BatchSource[Any]) -> None:
