@@ -64,7 +64,7 @@ def _build_parser() -> argparse.ArgumentParser:
         command = subparsers.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         command.set_defaults(run=run)
         if store:
-            command.add_argument("--store", help="the store's folder (default: OLA_STORE, else data/store)")
+            command.add_argument("--store", help="a folder or s3://bucket/prefix (default: OLA_STORE, else data/store)")
         return command
 
     command = add("materialize", commands.materialize, "run a model over a corpus and store its maps", store=True)

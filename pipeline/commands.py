@@ -136,7 +136,7 @@ def _report_losses(result: Any) -> None:
 
 def _estimate(plans: "list[Plan]", store: str, options: argparse.Namespace, find_finished: Any) -> int:
     from pipeline.estimate import estimate_plan
-    from pipeline.store.folder import check_writable
+    from pipeline.store.layout import check_writable
 
     check_writable(store)
     rows: list[tuple[str | int, ...]] = []
@@ -155,7 +155,7 @@ def list_models(options: argparse.Namespace) -> int:
     """Prints the models of the registry, or, of one model that is named, how its attention is read."""
     from pipeline.ola.registry import MODELS
 
-    if options.model:
+    if options.model is not None:
         return _list(options, [_describe_model(options.model, options.device)])
     rows = [
         {
@@ -239,7 +239,7 @@ def _join(cell: Any) -> Any:
 
 def show(options: argparse.Namespace) -> int:
     """Prints one version: its recipe, counts, statistics and licences."""
-    from pipeline.store.folder import open_store
+    from pipeline.store.layout import open_store
     from pipeline.store.versions import list_tags, resolve_ref
 
     store = open_store(choose_store(options.store))
@@ -281,7 +281,7 @@ def verify(options: argparse.Namespace) -> int:
     from rich.progress import Progress
 
     from pipeline.recompute import recompute_samples
-    from pipeline.store.folder import open_store
+    from pipeline.store.layout import open_store
     from pipeline.store.verify import verify_version
     from pipeline.store.versions import resolve_ref
 
@@ -307,7 +307,7 @@ def verify(options: argparse.Namespace) -> int:
 
 def tag(options: argparse.Namespace) -> int:
     """Lets a name stand for a version."""
-    from pipeline.store.folder import open_store_for_writing
+    from pipeline.store.layout import open_store_for_writing
     from pipeline.store.versions import resolve_ref, tag_version
 
     store = open_store_for_writing(choose_store(options.store))

@@ -154,7 +154,9 @@ def compute_partition(
     """
     recipe = plan.recipe
     columns = {name_array(name): np.empty(partition.num_cells, np.dtype(recipe.store_dtype)) for name in recipe.maps}
-    for indexes, input_ids, mask in iter_batches(tokens, partition.start, partition.stop, runner.batch_tokens):
+    for indexes, input_ids, mask in iter_batches(
+        tokens, partition.start, partition.stop, runner.batch_tokens, model.short_positions
+    ):
         if tokens.pad_token_id >= model.num_embeddings:  # a padding token that was added after training
             input_ids[mask == 0] = 0
         try:

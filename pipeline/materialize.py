@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pipeline.plan import Plan, find_finished, plan_versions
-from pipeline.store.folder import StoreFolder, check_writable, open_store, open_store_for_writing
+from pipeline.store.layout import Store, check_writable, open_store, open_store_for_writing
 from pipeline.store.presence import check_presence
 from pipeline.store.versions import Version, find_version, tag_version
 from storage_schema.arrays import plan_partitions
@@ -102,17 +102,17 @@ def materialize_plans(
             check_presence(open_store(store), version)
             _sweep_journal(open_store(store), plan.recipe)
         else:
-            folder = open_store_for_writing(store)
-            version, is_new = _make_version(plan, folder, model, tokens[plan.dataset], batch_tokens, report)
+            opened = open_store_for_writing(store)
+            version, is_new = _make_version(plan, opened, model, tokens[plan.dataset], batch_tokens, report)
         if tag is not None:
             tag_version(open_store_for_writing(store), version, tag)
         yield Materialized(version, is_new, time.monotonic() - began)
         began = time.monotonic()
 
 
-def _sweep_journal(store: StoreFolder, recipe: Recipe) -> None:
+def _sweep_journal(store: Store, recipe: Recipe) -> None:
     """Removes what a process left that was killed between publishing its version and removing its journal."""
-    if store.work_path(recipe.fingerprint).exists() or store.lock_path(recipe.fingerprint).exists():
+    if store.has_work(recipe.fingerprint):
         from pipeline.store.writer import own_work
 
         with own_work(store, recipe):
@@ -121,7 +121,7 @@ def _sweep_journal(store: StoreFolder, recipe: Recipe) -> None:
 
 def _make_version(
     plan: Plan,
-    store: StoreFolder,
+    store: Store,
     model: "LoadedModel",
     tokens: "TokenTable",
     batch_tokens: int | None,
@@ -140,7 +140,7 @@ def _make_version(
         packing=model.packing,
         partition_samples=recipe.partition_samples,
     )
-    with own_work(store, recipe, on_wait=lambda: report(name, "wait", 0, num_samples)):
+    with own_work(store, recipe, on_wait=lambda: report(name, "wait", 0, num_samples)) as owner:
         finished = find_version(store, plan.dataset, recipe)
         if finished is not None:
             store.remove_journal(recipe.fingerprint)
@@ -150,8 +150,9 @@ def _make_version(
         )
         index = build_index(plan, tokens, partitions, model.packing)
         writer = VersionWriter(
-            store, plan.dataset, recipe, partitions, index, packing=model.packing, num_layers=model.num_layers
-        )
+            store, plan.dataset, recipe, partitions, index,
+            packing=model.packing, num_layers=model.num_layers, owner=owner,
+        )  # fmt: skip
         missing = writer.list_missing()
         progress = _Progress(report, name, num_samples)
         runner = BatchRunner(model, batch_tokens, partial(report, name, "halve"))

@@ -6,7 +6,7 @@ from pathlib import Path
 from pipeline.corpora.registry import open_corpus
 from pipeline.corpora.units import SampleSet, read_samples
 from pipeline.ola.identity import ModelIdentity, identify_model
-from pipeline.store.folder import is_unclaimed, open_store
+from pipeline.store.layout import is_unclaimed, open_store
 from pipeline.store.versions import Version, find_version
 from storage_schema.errors import InvalidRecipeError
 from storage_schema.recipe import MapName, Recipe, check_maps, check_variant

@@ -4,7 +4,7 @@ import numpy as np
 
 from pipeline.ola.identity import identify_model
 from pipeline.ola.registry import MODELS
-from pipeline.store.folder import StoreFolder
+from pipeline.store.layout import Store
 from pipeline.store.open import StoredVersion
 from pipeline.store.versions import Version
 from storage_schema.arrays import count_cells, name_array, unpack_map
@@ -18,7 +18,7 @@ _LOW_PRECISION = {"float32": 1.0, "bfloat16": 2000.0, "float16": 500.0}
 
 
 def recompute_samples(
-    store: StoreFolder, version: Version, num_samples: int, *, model: str | None = None, device: str = "auto"
+    store: Store, version: Version, num_samples: int, *, model: str | None = None, device: str = "auto"
 ) -> list[str]:
     """How stored maps differ from maps computed anew, one line a difference; empty where none does.
 

@@ -14,11 +14,19 @@
     ├── DamagedError                stored bytes are not the recorded ones
     │   ├── MissingObjectError
     │   └── CorruptedObjectError
+    ├── StoreUnavailableError       an object store cannot be reached, or refuses
+    ├── LostOwnershipError          another process has taken this one's work over
     ├── NonFiniteMapError           an LM produced NaN or infinity
     └── TextTooLargeError           one text alone does not fit into memory
 
 A message says the rule, the value seen, the value expected, whose it is, and what to do next.
 """
+
+
+def summarize_error(error: BaseException, most: int = 400) -> str:
+    """What a library's error says, on one line of at most `most` characters; its type where it says nothing."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 class OlaError(Exception):
@@ -76,6 +84,14 @@ class MissingObjectError(DamagedError):
 
 
 class CorruptedObjectError(DamagedError):
+    pass
+
+
+class StoreUnavailableError(OlaError):
+    pass
+
+
+class LostOwnershipError(OlaError):
     pass
 
 

@@ -8,7 +8,7 @@ import pytest
 from pipeline.cli import main
 from pipeline.materialize import materialize
 from pipeline.readers import list_datasets, open_dataset
-from pipeline.store.folder import open_store
+from pipeline.store.layout import open_store
 from pipeline.store.verify import verify_version
 from pipeline.store.versions import resolve_ref
 from storage_schema.errors import UnsupportedModelError

@@ -15,9 +15,9 @@ from pipeline.store.catalog import list_datasets
 @pytest.fixture
 def command(tiny_bert, tmp_path) -> list[str]:
     file = tmp_path / "long.txt"
-    file.write_text("".join(f"Sentence {number} of a long text.\n" for number in range(400)), encoding="utf-8")
+    file.write_text("".join(f"Sentence {number} of a long text.\n" for number in range(800)), encoding="utf-8")
     return [
-        "materialize", "--model", str(tiny_bert), "--corpus", f"text:{file}", "--partition-samples", "5",
+        "materialize", "--model", str(tiny_bert), "--corpus", f"text:{file}", "--partition-samples", "4",
         "--store", str(tmp_path / "store"),
     ]  # fmt: skip
 
@@ -41,12 +41,12 @@ def test_a_signal_stops_cleanly_and_a_rerun_goes_on(number, code, command, tmp_p
     assert "run the same command again to go on" in errors
     assert "Traceback" not in errors
     finished = count_records(store)
-    assert 3 <= finished < 80
+    assert 3 <= finished < 200
     assert list_datasets(store) == []
     shards = {path: path.stat().st_mtime_ns for path in sorted(store.rglob("order_1/c/*/0"))[:3]}
 
     assert main(command) == 0
-    assert "400" in capsys.readouterr().out
+    assert "800" in capsys.readouterr().out
     (entry,) = list_datasets(store)
     assert main(["verify", entry.ref, "--store", str(store)]) == 0
     assert {path: path.stat().st_mtime_ns for path in shards} == shards

@@ -5,10 +5,11 @@ import json
 import numpy as np
 import pytest
 
+from pipeline.cli import main
 from pipeline.materialize import materialize
 from pipeline.ola.identity import identify_model
 from pipeline.readers import list_datasets, open_dataset
-from pipeline.store.folder import open_store
+from pipeline.store.layout import open_store
 from pipeline.store.verify import verify_version
 from pipeline.store.versions import resolve_ref
 from storage_schema.errors import UnknownModelError
@@ -142,3 +143,20 @@ def test_no_batch_size_changes_a_map(tiny_llama, materialize_text):
     for alone, together in zip(open_dataset(one, store), open_dataset(many, other_store), strict=True):
         assert (alone.maps - together.maps).abs().max() <= 1e-5
         assert not together.maps.triu(1).any()
+
+
+def test_maps_of_a_text_do_not_depend_on_longer_ones_beside_it_under_longrope(build_model, tmp_path, capsys):
+    """transformers scales all positions of a batch by the factors of its longest text."""
+    rope = {
+        "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4,
+        "original_max_position_embeddings": 16, "rope_theta": 1e4,
+    }  # fmt: skip
+    model = build_model(
+        tmp_path / "tiny-phi3", "phi3", max_position_embeddings=128, original_max_position_embeddings=16,
+        rope_parameters=rope, num_key_value_heads=2, initializer_range=0.3,
+    )  # fmt: skip
+    file = tmp_path / "lines.txt"
+    file.write_text("\n".join(["Yes.", "The river did flood the budget of the committee again.", "No!", "Tom."]) + "\n")
+    (ref,) = materialize(str(model), f"text:{file}", store=tmp_path / "store", batch_tokens=100_000)
+    arguments = ["verify", ref, "--recompute", "4", "--model", str(model), "--store", str(tmp_path / "store")]
+    assert main(arguments) == 0, capsys.readouterr().err

@@ -31,6 +31,10 @@ QUERY_BLOCK = {"cpu": 64, "cuda": 1024}
 """Queries scored at once, by device; keys that none of them sees are not scored at all."""
 
 
+_KEPT_MASKS = 3
+"""Masks kept during a pass: those of full, sliding and chunked layers; a model may also make one a layer."""
+
+
 @dataclass(frozen=True)
 class KeySpan:
     """What a block of queries sees: the mask hides all keys but `keys`, and changes no scores but those of `masked`."""
@@ -56,7 +60,8 @@ class AttentionCall:
     query: Float[Tensor, "B H Q D"]
     key: Float[Tensor, "B G K D"]
     value: Float[Tensor, "B G K V"]
-    attention_mask: Float[Tensor, "B 1 Q K"] | None
+    attention_mask: Float[Tensor, "B _ Q K"] | None
+    """With -inf for hidden keys; for all heads, or one for each."""
     scaling: float
     softcap: float | None
     output: Float[Tensor, "B Q H V"]
@@ -70,22 +75,49 @@ CallReader = Callable[[AttentionCall], None]
 class _Reading:
     read_layer: LayerReader
     read_call: CallReader
-    spans: dict[int, tuple[Tensor, list[KeySpan]]] = field(default_factory=dict)
+    masks: dict[int, tuple[Tensor, Tensor, list[KeySpan]]] = field(default_factory=dict)
 
-    def find_spans(self, mask: Tensor | None, num_queries: int, num_keys: int) -> list[KeySpan]:
-        # All layers of a kind share one mask tensor; it is kept beside its spans, so that its id stays its own.
+    def look_into(self, mask: Tensor | None, query: Tensor, key: Tensor) -> tuple[Tensor | None, list[KeySpan]]:
+        """The mask with its hidden keys at -inf, and its spans."""
+        num_queries, num_keys = query.shape[2], key.shape[2]
         if mask is None:
-            return find_key_spans(None, num_queries, num_keys)
-        if id(mask) not in self.spans:
-            self.spans[id(mask)] = (mask, find_key_spans(mask, num_queries, num_keys))
-        return self.spans[id(mask)][1]
+            return None, find_key_spans(None, num_queries, num_keys)
+        # Layers of a kind share one mask tensor; it is kept beside what is made of it, so that its id stays its own.
+        if id(mask) not in self.masks:
+            if len(self.masks) == _KEPT_MASKS:
+                del self.masks[next(iter(self.masks))]
+            hiding = hide_keys(mask, len(query), num_queries, num_keys)
+            self.masks[id(mask)] = (mask, hiding, find_key_spans(hiding, num_queries, num_keys))
+        return self.masks[id(mask)][1:]
 
 
 _reading: ContextVar[_Reading | None] = ContextVar("reading", default=None)
 
 
-def find_key_spans(mask: Float[Tensor, "B 1 Q K"] | None, num_queries: int, num_keys: int) -> list[KeySpan]:
-    """The key spans of each block of queries, over all texts of the batch.
+def hide_keys(mask: Float[Tensor, "_ _ _ _"], batch: int, num_queries: int, num_keys: int) -> Float[Tensor, "B _ Q K"]:
+    """The mask with -inf for every key that it hides, so that no score wins over it; itself where it has no other.
+
+    A key is hidden by half the least finite number of the mask's dtype, or less. float16's least is -65504, which
+    scores reach (transformers#33317). A query that sees nothing (padding) keeps its numbers, so that its row stays
+    finite.
+    """
+    mask = mask[..., :num_keys].expand(batch, -1, num_queries, -1)
+    hidden = mask <= torch.finfo(mask.dtype).min / 2
+    hidden &= (~hidden).any(dim=-1, keepdim=True)
+    return mask.masked_fill(hidden, -math.inf) if (hidden & (mask > -math.inf)).any() else mask
+
+
+def build_mask(*arguments: Any, **options: Any) -> Float[Tensor, "B 1 Q K"] | None:
+    """transformers' float mask for eager attention, with its hidden keys at -inf as `hide_keys` has them."""
+    mask: Tensor | None = eager_mask(*arguments, **options)
+    if mask is not None:  # in place: it is built for us, and a second one would take as much memory
+        hidden = mask < 0
+        mask.masked_fill_(hidden.logical_and_((~hidden).any(dim=-1, keepdim=True)), -math.inf)
+    return mask
+
+
+def find_key_spans(mask: Float[Tensor, "B _ Q K"] | None, num_queries: int, num_keys: int) -> list[KeySpan]:
+    """The key spans of each block of queries, over all texts of the batch and all heads.
 
     Under a causal mask a block sees no later keys, under a sliding window no much earlier ones. Queries that see
     nothing (padding) get all keys, as eager attention gives them.
@@ -96,11 +128,11 @@ def find_key_spans(mask: Float[Tensor, "B 1 Q K"] | None, num_queries: int, num_
         queries = slice(start, min(start + block_size, num_queries))
         keys, masked = slice(0, num_keys), slice(0, 0)
         if mask is not None:
-            block = mask[:, 0, queries, :num_keys]
+            block = mask[:, :, queries].flatten(0, 2)
             seen = block > torch.finfo(mask.dtype).min / 2
             if seen.any(-1).all():
-                keys = _enclose(seen.any(0).any(0), 0)
-            masked = _enclose((block[..., keys] != 0).any(0).any(0), keys.start)
+                keys = _enclose(seen.any(0), 0)
+            masked = _enclose((block[..., keys] != 0).any(0), keys.start)
         spans.append(KeySpan(queries, keys, masked))
     return spans
 
@@ -115,7 +147,7 @@ def compute_head_mean_attention(
     query: Float[Tensor, "B H Q D"],
     key: Float[Tensor, "B G K D"],
     value: Float[Tensor, "B G K V"],
-    attention_mask: Float[Tensor, "B 1 Q K"] | None,
+    attention_mask: Float[Tensor, "B _ Q K"] | None,
     scaling: float,
     softcap: float | None = None,
     spans: list[KeySpan] | None = None,
@@ -126,6 +158,7 @@ def compute_head_mean_attention(
     al. 2023). The mask is added to the scores; `softcap` is Gemma 2's `cap * tanh(score / cap)`.
 
     Args:
+        attention_mask: one for all heads or one for each; -inf hides a key (`hide_keys`), a finite number is added.
         spans: `find_key_spans` of the mask; found here where they are not given.
 
     Numerics: scores, softmax and mean are float32; the output has the values' dtype, from probabilities cast to it, as
@@ -148,7 +181,8 @@ def compute_head_mean_attention(
         keys = key[rows, groups].float().flatten(0, 1)
         values = value[rows, groups].flatten(0, 1)
         pairs = len(keys)
-        queries = query[rows, group * shared : groups.stop * shared].float()
+        first_head = group * shared
+        queries = query[rows, first_head : groups.stop * shared].float()
         heads_now = queries.shape[1]
         queries = queries.reshape(pairs, shared, num_queries, head_size)
         for span in spans:
@@ -167,7 +201,8 @@ def compute_head_mean_attention(
                 scores.div_(softcap).tanh_().mul_(softcap)
             if attention_mask is not None and span.masked.stop > span.masked.start:
                 masked = slice(span.masked.start - span.keys.start, span.masked.stop - span.keys.start)
-                scores.view(by_row)[..., masked] += attention_mask[rows, :, span.queries, span.masked]
+                heads = slice(None) if attention_mask.shape[1] == 1 else slice(first_head, first_head + heads_now)
+                scores.view(by_row)[..., masked] += attention_mask[rows, heads, span.queries, span.masked]
             torch.softmax(scores, dim=-1, out=probabilities)
             mean[rows, span.queries, span.keys] += probabilities.view(by_row).sum(1)
             mixed = torch.bmm(probabilities.to(value.dtype), values[:, span.keys])
@@ -176,9 +211,10 @@ def compute_head_mean_attention(
     return output.flatten(2, 3), mean.div_(num_heads)
 
 
-def find_kernels(query: Tensor) -> ModuleType | None:
-    """The module of Triton kernels, where the queries lie on a GPU and Triton is installed."""
-    if not query.is_cuda or importlib.util.find_spec("triton") is None:
+def find_kernels(query: Tensor, attention_mask: Tensor | None = None) -> ModuleType | None:
+    """The module of Triton kernels, where queries lie on a GPU, heads share a mask, and Triton is installed."""
+    by_head = attention_mask is not None and attention_mask.shape[1] > 1
+    if not query.is_cuda or by_head or importlib.util.find_spec("triton") is None:
         return None
     return importlib.import_module("pipeline.ola.kernels")
 
@@ -198,9 +234,9 @@ def _attend(
     if reading is None:
         raise RuntimeError(f"the attention {IMPLEMENTATION!r} is used inside reading_attention only")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    kernels = find_kernels(query)
+    kernels = find_kernels(query, attention_mask)
+    attention_mask, spans = reading.look_into(attention_mask, query, key)
     if kernels is None:
-        spans = reading.find_spans(attention_mask, query.shape[2], key.shape[2])
         output, mean = compute_head_mean_attention(query, key, value, attention_mask, scaling, softcap, spans)
     else:
         output, mean = kernels.compute_head_mean_attention(query, key, value, attention_mask, scaling, softcap)
@@ -211,8 +247,22 @@ def _attend(
 
 AttentionInterface.register(IMPLEMENTATION, _attend)
 # Without a mask function under the same name, padding, causality and windows vanish without a word
-# (transformers issue 45811). The float mask is built for unpadded causal batches too; the boolean one is None there.
-AttentionMaskInterface.register(IMPLEMENTATION, eager_mask)
+# (transformers#45811). The float mask is built for unpadded causal batches too; the boolean one is None there.
+AttentionMaskInterface.register(IMPLEMENTATION, build_mask)
+
+
+@contextmanager
+def using_attention(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """Within it, `model` uses an attention implementation; it gets its own back, also after an exception."""
+    configs = {id(module.config): module.config for module in model.modules() if isinstance(module, PreTrainedModel)}
+    before = {key: config._attn_implementation for key, config in configs.items()}
+    try:
+        if any(name != implementation for name in before.values()):
+            model.set_attn_implementation(implementation)
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation = before[key]
 
 
 @contextmanager
@@ -226,16 +276,12 @@ def reading_attention(
     Args:
         read_call: gets each layer's whole call after `read_layer`, for what needs more than the head mean.
     """
-    configs = {id(module.config): module.config for module in model.modules() if isinstance(module, PreTrainedModel)}
-    before = {key: config._attn_implementation for key, config in configs.items()}
     token = _reading.set(_Reading(read_layer, read_call))
     try:
-        model.set_attn_implementation(IMPLEMENTATION)
-        yield
+        with using_attention(model, IMPLEMENTATION):
+            yield
     finally:
         _reading.reset(token)
-        for key, config in configs.items():
-            config._attn_implementation = before[key]
 
 
 def run_model(

@@ -84,7 +84,8 @@ class Decomposition:
     query: Float[Tensor, "H T K"]
     key: Float[Tensor, "G T K"]
     value: Float[Tensor, "G T V"]
-    mask: Float[Tensor, "T T"] | None
+    mask: Float[Tensor, "_ T T"] | None
+    """For all heads, or one for each."""
     scaling: float
     softcap: float | None
     projection: Float[Tensor, "H V D"]
@@ -124,7 +125,7 @@ class Decomposition:
         scores = torch.matmul(grouped * self.scaling, self.key[:, None, keys].transpose(2, 3)).flatten(0, 1)
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
-        return scores if self.mask is None else scores + self.mask[queries, keys]
+        return scores if self.mask is None else scores + self.mask[:, queries, keys]
 
 
 @contextmanager
@@ -186,7 +187,7 @@ def _decompose(
             query=call.query[row, :, :length].float(),
             key=call.key[row, :, :length].float(),
             value=call.value[row, :, :length].float(),
-            mask=None if call.attention_mask is None else call.attention_mask[row, 0, :length, :length].float(),
+            mask=None if call.attention_mask is None else call.attention_mask[row, :, :length, :length].float(),
             scaling=call.scaling,
             softcap=call.softcap,
             projection=projection,

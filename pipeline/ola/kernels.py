@@ -6,7 +6,8 @@ and keys, recomputes the scores and adds up `exp(score - logsumexp)`. torch's ow
 soft-capped scores, which it does not know, the first kernel gives it. Importing this module needs Triton.
 
 Numerics: products of narrow dtypes are summed in float32, products of float32 are not rounded to TF32; softmax and mean
-are float32. Rows that the mask hides altogether (padding) hold finite numbers without meaning.
+are float32. Keys at -inf in the mask have probability 0. Rows that the mask hides altogether (padding) hold finite
+numbers without meaning.
 """
 
 from typing import Any
@@ -71,8 +72,9 @@ def _sum_rows(
             key_tile = _load_rows(key, first_key, key_k, key_d, num_keys, size, BLOCK, BLOCK_D)
             scores = _score(query_tile, key_tile, mask_tile, in_range, scaling, softcap, HAS_MASK, HAS_SOFTCAP)
             higher = tl.maximum(highest, tl.max(scores, axis=1))
-            probabilities = tl.exp(scores - higher[:, None])
-            decay = tl.exp(highest - higher)
+            base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that the mask hides in this tile
+            probabilities = tl.exp(scores - base[:, None])
+            decay = tl.exp(highest - base)
             total = total * decay + tl.sum(probabilities, axis=1)
             highest = higher
             if WITH_OUTPUT:

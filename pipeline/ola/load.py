@@ -16,7 +16,7 @@ from pipeline.ola.extract import Access, compute_maps
 from pipeline.ola.identity import ModelIdentity
 from pipeline.ola.variants import make_variant
 from storage_schema.arrays import Packing
-from storage_schema.errors import InvalidRecipeError, UnsupportedModelError
+from storage_schema.errors import InvalidRecipeError, UnsupportedModelError, summarize_error
 from storage_schema.recipe import CONTRIBUTION_BASELINES, MapName
 
 
@@ -43,6 +43,11 @@ class LoadedModel:
         weight = self.model.get_input_embeddings().weight
         assert isinstance(weight, Tensor)
         return len(weight)
+
+    @property
+    def short_positions(self) -> int | None:
+        """See `Access.short_positions`."""
+        return self.access.short_positions
 
     def compute_maps(
         self, input_ids: Int[Tensor, "B T"], attention_mask: Int[Tensor, "B T"], maps: tuple[MapName, ...]
@@ -108,17 +113,22 @@ def _load(identity: ModelIdentity, compute_dtype: str) -> PreTrainedModel:
             trust_remote_code=identity.trust_remote_code,
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # it says which, and they are refused below
         )
     except Exception as error:  # whatever a damaged file or foreign code raises
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UnsupportedModelError(f"{identity.name}: transformers cannot load it: {reason}") from None
+        raise UnsupportedModelError(f"{identity.name}: transformers cannot load it: {summarize_error(error)}") from None
     # A pooler reads the last layer and no attention comes after it; any other weight that is missing would be random.
     missing = sorted(key for key in loading["missing_keys"] if "pooler" not in key)
-    if missing or loading["mismatched_keys"]:
-        named = ", ".join(missing[:3]) or str(loading["mismatched_keys"])
+    if missing:
         raise UnsupportedModelError(
             f"{identity.name}: {len(missing)} weights of {type(model).__name__} are not in {identity.path} "
-            f"or have another shape ({named}, ...); they would be random"
+            f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); they would be random"
+        )
+    if mismatched := sorted(loading["mismatched_keys"]):
+        key, stored, expected = mismatched[0]
+        raise UnsupportedModelError(
+            f"{identity.name}: {len(mismatched)} weights have another shape than config.json says: {key} is "
+            f"{tuple(stored)}, expected {tuple(expected)}; mend the config"
         )
     loaded: PreTrainedModel = model
     _check_layers_are_all_read(loaded, loading["unexpected_keys"], identity.name)

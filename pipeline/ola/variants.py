@@ -5,6 +5,8 @@ architecture alone brings. Weights are drawn on the CPU in float32, so that a se
 dtype.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import ModuleList
@@ -20,8 +22,11 @@ def make_variant(model: PreTrainedModel, variant: str, seed: int, name: str) -> 
     (rounded down), chosen by the seed. `shuffled-layers`: all are genuine, but each layer stands in another's place;
     the seed chooses the order, which is never the genuine one.
 
+    A layer that no other is like (ModernBERT's first lacks a norm) stays in its place.
+
     Raises:
-        UnsupportedModelError: for the last two, a model without two layers of like shape and weights of their own.
+        UnsupportedModelError: for the last two, a model without two layers with weights of their own; for the last,
+            without two of like shape.
     """
     generator = torch.Generator().manual_seed(seed)
     if variant == "random":
@@ -33,12 +38,19 @@ def make_variant(model: PreTrainedModel, variant: str, seed: int, name: str) -> 
         for place in torch.randperm(len(layers), generator=generator)[: len(layers) // 2].tolist():
             _copy(fresh[place], layers[place])
         return
-    order = list(range(len(layers)))
-    while order == sorted(order):
-        order = torch.randperm(len(layers), generator=generator).tolist()
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for place, layer in enumerate(layers):
+        alike.setdefault(tuple((key, weight.shape) for key, weight in layer.items()), []).append(place)
+    groups = [places for places in alike.values() if len(places) > 1]
+    if not groups:
+        raise _refuse(model, name, "no two layers of like shape")
     genuine = [{key: weight.clone() for key, weight in layer.items()} for layer in layers]
-    for place, source in enumerate(order):
-        _copy(genuine[source], layers[place])
+    for places in groups:
+        order = list(range(len(places)))
+        while order == sorted(order):
+            order = torch.randperm(len(places), generator=generator).tolist()
+        for place, source in zip(places, order, strict=True):
+            _copy(genuine[places[source]], layers[place])
 
 
 def _draw_fresh(model: PreTrainedModel, seed: int) -> PreTrainedModel:
@@ -51,17 +63,28 @@ def _draw_fresh(model: PreTrainedModel, seed: int) -> PreTrainedModel:
 
 
 def _find_layers(model: PreTrainedModel, name: str) -> list[dict[str, Tensor]]:
-    """The weights of each layer, by their names within it."""
+    """The weights of each layer, by their names within it.
+
+    XLM and FlauBERT keep a layer's parts in lists of their own (attentions, feed-forward blocks, norms); all of them
+    belong to it.
+    """
     num_layers = model.config.get_text_config().num_hidden_layers
-    stacks = [module for module in model.modules() if isinstance(module, ModuleList) and len(module) == num_layers]
-    layers: list[dict[str, Tensor]] = [dict(layer.named_parameters()) for layer in stacks[0]] if stacks else []
-    shapes = [{key: weight.shape for key, weight in layer.items()} for layer in layers]
-    if len(layers) < 2 or any(shape != shapes[0] for shape in shapes):
-        raise UnsupportedModelError(
-            f"{name} ({model.config.get_text_config().model_type}) has no stack of two or more layers of like shape "
-            "with weights of their own; of the variants it can only take `random`"
-        )
-    return layers
+    stacks: dict[str, ModuleList] = {}
+    for path, module in model.named_modules():
+        inside = any(path.startswith(f"{outer}.") for outer in stacks)
+        if isinstance(module, ModuleList) and len(module) == num_layers and not inside:
+            stacks[path] = module
+    if not stacks or num_layers < 2:
+        raise _refuse(model, name, "no stack of two or more layers with weights of their own")
+    return [
+        {f"{path}.{key}": weight for path, stack in stacks.items() for key, weight in stack[place].named_parameters()}
+        for place in range(num_layers)
+    ]
+
+
+def _refuse(model: PreTrainedModel, name: str, reason: str) -> UnsupportedModelError:
+    architecture = model.config.get_text_config().model_type
+    return UnsupportedModelError(f"{name} ({architecture}) has {reason}; this variant is not for it (`random` is)")
 
 
 @torch.no_grad()

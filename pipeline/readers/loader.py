@@ -32,13 +32,13 @@ class BatchSource(Protocol[Batches]):
     @property
     def fingerprint(self) -> str: ...
     @property
-    def is_local(self) -> bool: ...
-    @property
     def shares_cache(self) -> bool: ...
     @property
     def cache_bytes(self) -> int: ...
     @property
     def block_bytes(self) -> int: ...
+    @property
+    def may_fork(self) -> bool: ...
     def __len__(self) -> int: ...
     def locate_blocks(self) -> Int[ndarray, " S"]: ...
     def with_cache(self, path: Path | None, least_blocks: int) -> "BatchSource[Batches]": ...
@@ -93,7 +93,8 @@ class Loader(Generic[Batches]):
             drop_last: leaves out the last samples of an epoch that do not fill a batch on every rank. Without it they
                 are spread evenly over the ranks, none twice, and a rank may get a smaller last batch or none.
             rank: which part of each step this process takes, of `world_size`.
-            start_method: how workers start: `fork`, `spawn` or `forkserver`; default the platform's.
+            start_method: how workers start: `fork`, `spawn` or `forkserver`; default the platform's. Where the store is
+                a bucket, `spawn` takes the place of `fork`, with a warning.
 
         Raises:
             InvalidRecipeError: a number is out of range.
@@ -112,7 +113,8 @@ class Loader(Generic[Batches]):
         self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed
         self.num_workers, self.pad_to_multiple_of, self.drop_last = num_workers, pad_to_multiple_of, drop_last
         self.rank, self.world_size = rank, world_size
-        self._start_method, self._pin_memory = start_method, pin_memory
+        self._start_method = _choose_start_method(start_method, dataset) if num_workers else None
+        self._pin_memory = pin_memory
         self._epoch = self._consumed = 0
 
     def _plan(self) -> list[tuple[list[int], int]]:
@@ -162,16 +164,8 @@ class Loader(Generic[Batches]):
             collate_fn=_hand_on,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
-            multiprocessing_context=self._choose_start_method() if self.num_workers else None,
+            multiprocessing_context=self._start_method,
         )
-
-    def _choose_start_method(self) -> str:
-        method = self._start_method or multiprocessing.get_start_method()
-        if method == "fork" and not self.dataset.is_local:
-            # Clients of object stores have threads and locks that a forked child would wait for without end.
-            warnings.warn(f"loader: workers of {self.dataset.ref}, a remote store, start by spawn", stacklevel=4)
-            return "spawn"
-        return method
 
     def __iter__(self) -> Iterator[Batches]:
         steps = self._plan()
@@ -250,3 +244,14 @@ def _pin(batch: Any) -> Any:
 
 def _hand_on(cells: Any) -> Any:
     return cells
+
+
+def _choose_start_method(asked: str | None, dataset: BatchSource[Any]) -> str | None:
+    if dataset.may_fork or (asked or multiprocessing.get_start_method()) != "fork":
+        return asked
+    warnings.warn(
+        f"{dataset.ref} is read from a bucket, and its client hangs in forked processes: workers start by `spawn`, so "
+        'keep the script\'s own work under `if __name__ == "__main__":`',
+        stacklevel=3,
+    )
+    return "spawn"

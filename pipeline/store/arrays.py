@@ -1,12 +1,14 @@
-"""The Zarr arrays of a version: how they are created, with which codecs."""
+"""The Zarr arrays of a version: their names, shapes and codecs, encoded in memory for the store to put in place."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import zarr
+from jaxtyping import Shaped
+from numpy import ndarray
 from zarr.codecs import BloscCodec, Crc32cCodec
-from zarr.storage import LocalStore
+from zarr.core.buffer import Buffer
+from zarr.storage import MemoryStore
 
-from pipeline.store.folder import StoreFolder
 from storage_schema.arrays import CHUNK_CELLS, INDEX_ARRAYS, Packing, Partition, count_row_cells, name_array
 from storage_schema.recipe import Recipe
 from storage_schema.refs import Dataset
@@ -19,32 +21,35 @@ def _codecs() -> list[BloscCodec | Crc32cCodec]:
     return [BloscCodec(cname="zstd", clevel=5, shuffle="bitshuffle"), Crc32cCodec()]
 
 
-def create_group(
-    store: StoreFolder,
+def encode_group(
     dataset: Dataset,
     recipe: Recipe,
+    partitions: Sequence[Partition],
+    index: Mapping[str, Shaped[ndarray, "..."]],
     *,
     packing: Packing,
     num_layers: int,
-    num_samples: int,
-    num_tokens: int,
-    partitions: Sequence[Partition],
-) -> zarr.Group:
-    """A new group with every array of the version, empty."""
-    group = zarr.open_group(LocalStore(store.group_path(dataset, recipe.fingerprint)), mode="w")
+) -> dict[str, bytes]:
+    """What a version's group holds before its first shard: all metadata and the index, by key relative to the group.
+
+    A chunk of zeros alone has no object: zarr leaves it out, and reads it as 0.
+
+    Args:
+        index: the arrays of `INDEX_ARRAYS` by name.
+    """
+    objects: dict[str, Buffer] = {}
+    group = zarr.open_group(MemoryStore(objects), mode="w")
     group.attrs.update({"dataset": str(dataset), "fingerprint": recipe.fingerprint, "packing": packing})
-    axes = {"S": num_samples, "N": num_tokens}
-    for index in INDEX_ARRAYS:
-        shape = (axes[index.axis],) if index.width == 1 else (axes[index.axis], index.width)
+    for array in INDEX_ARRAYS:
+        values = index[array.name]
         group.create_array(
-            index.name,
-            shape=shape,
-            dtype=index.dtype,
-            chunks=(min(_INDEX_CHUNK, shape[0]), *shape[1:]),
+            array.name,
+            shape=values.shape,
+            dtype=array.dtype,
+            chunks=(min(_INDEX_CHUNK, values.shape[0]), *values.shape[1:]),
             compressors=_codecs(),
-            attributes={"meaning": index.meaning},
-            config={"write_empty_chunks": True},  # so that every index object exists, also one of zeros alone
-        )
+            attributes={"meaning": array.meaning},
+        )[...] = values
     cells = count_row_cells(partitions)
     for name in recipe.maps:
         group.create_array(
@@ -58,4 +63,4 @@ def create_group(
             dimension_names=("partition", "cell"),
             attributes={"scale": 2.0**-num_layers} if name == "rollout" else {},
         )
-    return group
+    return {name: objects[name].to_bytes() for name in sorted(objects)}

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.store.folder import is_unclaimed, open_store
+from pipeline.store.layout import is_unclaimed, open_store
 from pipeline.store.versions import Version, iter_versions, list_tags
 from storage_schema.errors import OlaError
 
@@ -33,7 +33,7 @@ def list_datasets(store: str | Path | None = None) -> list[DatasetEntry]:
     """Every finished version of a store, by dataset and number; empty where there is no store yet.
 
     Raises:
-        StoreAccessError: the path is a file, a URL, or a folder that is no store.
+        StoreAccessError: the path is a file, a URL that names no bucket, or something that is no store.
         NewerFormatError: a later release wrote the store or a manifest.
         CorruptedObjectError: a manifest or a tag is not what was written.
         InvalidNameError: a folder that holds a manifest has a name that may not stand in a ref.
@@ -47,12 +47,12 @@ def list_datasets(store: str | Path | None = None) -> list[DatasetEntry]:
 def survey_datasets(store: str | Path | None = None) -> tuple[list[DatasetEntry], list[OlaError]]:
     """What `list_datasets` gives, with the errors of single versions and tags beside it instead of in its place."""
     chosen = choose_store(store)
-    if "://" not in chosen and is_unclaimed(chosen):
+    if is_unclaimed(chosen):
         return [], []
-    folder = open_store(chosen)
+    opened = open_store(chosen)
     entries: list[DatasetEntry] = []
     damage: list[OlaError] = []
-    for read_version in iter_versions(folder):
+    for read_version in iter_versions(opened):
         try:
             version = read_version()
         except OlaError as error:
@@ -60,7 +60,7 @@ def survey_datasets(store: str | Path | None = None) -> tuple[list[DatasetEntry]
             continue
         tags: list[str] = []
         try:
-            tags = list_tags(folder, version)
+            tags = list_tags(opened, version)
         except OlaError as error:
             damage.append(error)
         entries.append(_describe(version, tags))

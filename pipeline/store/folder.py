@@ -1,186 +1,198 @@
-"""A store's folder: its marker, its paths, and objects that appear whole or not at all.
+"""Objects as the files of a folder: each appears whole or not at all, and is on the disk once its writing returns."""
 
-ola-store.json                                    marker with the format number
-_samples/<corpus>/<split>/<content hash>.parquet  samples with their annotation, once a corpus
-_work/<fingerprint>/, _work/<fingerprint>.lock    an unfinished version's journal and owner; gone when it is finished
-<model>/<corpus>/<split>/vN.json                  manifest: its presence is the version
-<model>/<corpus>/<split>/<fingerprint>/           the version's Zarr group
-<model>/<corpus>/<split>/_tags/<tag>.json         a tag
-"""
-
+import errno
 import fcntl
-import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import IO
 
-from storage_schema.errors import NewerFormatError, StoreAccessError
+from pipeline.store.objects import describe_bytes
+from storage_schema.errors import StoreAccessError
 from storage_schema.manifest import StoredObject
 from storage_schema.paths import expand_home
-from storage_schema.refs import Dataset
 
-STORE_FORMAT = 1
-_MARKER = "ola-store.json"
+_POLL_SECONDS = 0.2
+_LONGEST_SHOWN = 200
+
+
+def open_folder(store: str | Path) -> "FolderObjects":
+    """The objects of a folder, which need not exist yet.
+
+    Raises:
+        StoreAccessError: it is a file, or its path is no path.
+    """
+    path = expand_home(store).absolute()
+    try:
+        is_file = path.exists() and not path.is_dir()
+    except OSError as error:
+        text = str(path)
+        shown = text if len(text) <= _LONGEST_SHOWN else f"{text[:100]}...{text[-90:]}"
+        raise StoreAccessError(f"the store {shown} cannot be read: {error.strerror}; choose another") from None
+    if is_file:
+        raise StoreAccessError(f"the store {path} is a file; a store is a folder")
+    return FolderObjects(path)
+
+
+class _Lock:
+    """Ownership by a lock that the system holds for this process: it cannot be lost while the process lives."""
+
+    def check(self) -> None:
+        pass
 
 
 @dataclass(frozen=True)
-class StoreFolder:
-    """An opened store. All paths of its layout come from here."""
+class FolderObjects:
+    """Objects below a folder."""
 
     path: Path
 
-    def dataset_path(self, dataset: Dataset) -> Path:
-        return self.path / dataset.model / dataset.corpus / dataset.split
+    @property
+    def is_local(self) -> bool:
+        return True
 
-    def group_path(self, dataset: Dataset, fingerprint: str) -> Path:
-        return self.dataset_path(dataset) / fingerprint[:16]
+    def describe(self, key: str = "") -> str:
+        return str(self.path / key)
 
-    def samples_path(self, corpus: str, split: str, content_sha256: str) -> Path:
-        return self.path / "_samples" / corpus / split / f"{content_sha256[:16]}.parquet"
-
-    def work_path(self, fingerprint: str) -> Path:
-        return self.path / "_work" / fingerprint[:16]
-
-    def lock_path(self, fingerprint: str) -> Path:
-        return self.work_path(fingerprint).with_suffix(".lock")
-
-    def remove_journal(self, fingerprint: str) -> None:
-        """Removes the journal of a published version, also one that a process killed right after publishing left."""
-        shutil.rmtree(self.work_path(fingerprint), ignore_errors=True)
-
-
-def open_store(store: str | Path) -> StoreFolder:
-    """The store in a folder, for reading.
-
-    Raises:
-        StoreAccessError: there is no such folder, it is a file or a URL, or it holds no store.
-        NewerFormatError: a later release wrote it.
-    """
-    path = _local_path(store)
-    if not path.exists():
-        raise StoreAccessError(f"there is no store at {path}; `ola materialize --store {path}` makes one")
-    if not path.is_dir():
-        raise StoreAccessError(f"the store {path} is a file; a store is a folder")
-    marker = path / _MARKER
-    try:
-        values = json.loads(marker.read_bytes())
-        version = values["ola_store"]
-        if type(version) is not int or version < 1:
-            raise ValueError
-    except FileNotFoundError:
-        raise StoreAccessError(f"{path} is no store: it has no {_MARKER}; name another folder with --store") from None
-    except (ValueError, KeyError, TypeError):
-        raise StoreAccessError(
-            f'{marker} is not a store\'s marker; restore it from a copy: {{"ola_store": 1}}'
-        ) from None
-    except OSError as error:
-        raise StoreAccessError(f"the store {path} cannot be read: {error.strerror}") from None
-    if version > STORE_FORMAT:
-        raise NewerFormatError(
-            f"the store {path} has format {version}, this release reads up to {STORE_FORMAT}; upgrade to use it"
-        )
-    return StoreFolder(path)
-
-
-def open_store_for_writing(store: str | Path) -> StoreFolder:
-    """The store in a folder, made there if the folder is missing or empty.
-
-    Raises:
-        StoreAccessError: the folder cannot be written, is a file, a URL, or holds something else.
-        NewerFormatError: a later release wrote it.
-    """
-    path = _local_path(store)
-    try:
-        if is_unclaimed(path):
-            path.mkdir(parents=True, exist_ok=True)
-            put_if_absent(path / _MARKER, json.dumps({"ola_store": STORE_FORMAT}).encode() + b"\n")
-        folder = open_store(path)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise StoreAccessError(
-            f"the store {path} cannot be written: {error.strerror or error}; choose another folder with --store"
-        ) from None
-    return folder
-
-
-def check_writable(store: str | Path) -> None:
-    """Nothing, where `open_store_for_writing` would succeed; touches nothing.
-
-    Raises:
-        StoreAccessError, NewerFormatError: as `open_store_for_writing`.
-    """
-    path = _local_path(store)
-    if not is_unclaimed(path):
-        open_store(path)
-    existing = next(parent for parent in (path, *path.parents) if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise StoreAccessError(f"the store {path} cannot be written: {existing} is not a folder that you may write to")
-
-
-def is_unclaimed(store: str | Path) -> bool:
-    """Whether a store may be made there: nothing is there yet, or nothing but another process's beginning of one.
-
-    Raises:
-        StoreAccessError: the folder cannot be looked into, or its path is no path.
-    """
-    path = _local_path(store)
-    try:
-        if not path.exists():
-            return True
-        return path.is_dir() and all(_is_partial_of(_MARKER, entry) for entry in path.iterdir())
-    except OSError as error:
-        raise StoreAccessError(f"the store {_shorten(path)} cannot be read: {error.strerror}; choose another") from None
-
-
-def _shorten(path: Path) -> str:
-    text = str(path)
-    return text if len(text) <= 200 else f"{text[:100]}...{text[-90:]}"
-
-
-def _is_partial_of(name: str, path: Path) -> bool:
-    return path.name.startswith(f".{name}.") and path.name.endswith(".partial")
-
-
-def _local_path(store: str | Path) -> Path:
-    if "://" in str(store):
-        raise StoreAccessError(
-            f"the store {str(store).partition('://')[0]}://... is a URL; this release keeps stores in folders"
-        )
-    return expand_home(store).absolute()
-
-
-def put_if_absent(path: Path, data: bytes) -> bool:
-    """Writes a whole object in one step, unless the path is taken; says whether it did.
-
-    The file is linked into place, which alone tells the loser of a race (a rename would replace the winner's).
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _partial_file(path, data) as partial:
+    def read(self, key: str) -> bytes:
+        path = self.path / key
         try:
-            os.link(partial, path)
-        except FileExistsError:
+            return path.read_bytes()
+        except NotADirectoryError:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
+
+    def find_size(self, key: str) -> int | None:
+        try:
+            return (self.path / key).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def list_names(self, prefix: str) -> list[str]:
+        try:
+            entries = list((self.path / prefix).iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(f"{path.name}/" if path.is_dir() else path.name for path in entries if not _is_partial(path))
+
+    def list_sizes(self, prefix: str) -> dict[str, int]:
+        folder = self.path / prefix
+        sizes: dict[str, int] = {}
+        for parent, _, names in os.walk(folder, onerror=_raise_unless_absent):
+            for path in (Path(parent, name) for name in names):
+                with suppress(FileNotFoundError):
+                    if not _is_partial(path):
+                        sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
+        return sizes
+
+    def find_changed(self, prefix: str, recorded: Mapping[str, StoredObject]) -> set[str]:
+        folder = FolderObjects(self.path / prefix)
+        return {name for name, stored in recorded.items() if not folder._matches(name, stored)}
+
+    def _matches(self, key: str, stored: StoredObject) -> bool:
+        try:
+            return describe_bytes(self.read(key)) == stored
+        except FileNotFoundError:
             return False
-    sync_folder(path.parent)
-    return True
+
+    def localize(self, key: str, stored: StoredObject) -> Path:
+        return self.path / key
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        # The file is linked into place, which alone tells the loser of a race (a rename would replace the winner's).
+        path = self.path / key
+        with _write_partial(path, data) as partial:
+            try:
+                os.link(partial, path)
+            except FileExistsError:
+                return False
+        _sync_folder(path.parent)
+        return True
+
+    def replace(self, key: str, data: bytes) -> None:
+        path = self.path / key
+        with _write_partial(path, data) as partial:
+            partial.replace(path)
+        _sync_folder(path.parent)
+
+    def remove_tree(self, prefix: str) -> None:
+        shutil.rmtree(self.path / prefix, ignore_errors=True)
+
+    def sweep(self, prefix: str, *, deep: bool = False) -> None:
+        folder = self.path / prefix
+        for path in folder.rglob("*.partial") if deep else folder.glob("*.partial"):
+            try:
+                # A live writer holds a lock on its partial file.
+                with path.open("rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink(missing_ok=True)
+            except (BlockingIOError, FileNotFoundError, PermissionError):
+                continue
+
+    @contextmanager
+    def own(self, prefix: str, on_wait: Callable[[], None]) -> Iterator[_Lock]:
+        # The system frees the lock of a killed process.
+        path = self.path / f"{prefix}.lock"
+        _make_folder(path.parent)
+        is_waiting = False
+        while (file := _try_lock(path)) is None:
+            if not is_waiting:
+                on_wait()
+                is_waiting = True
+            time.sleep(_POLL_SECONDS)
+        with file:
+            try:
+                yield _Lock()
+            finally:
+                path.unlink(missing_ok=True)
+
+    def check_writable(self) -> None:
+        existing = next(parent for parent in (self.path, *self.path.parents) if parent.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            raise StoreAccessError(
+                f"the store {self.path} cannot be written: {existing} is not a folder that you may write to; "
+                "choose another folder with --store"
+            )
+        if existing == self.path:
+            try:
+                with tempfile.TemporaryFile(dir=self.path):
+                    pass
+            except OSError as error:
+                raise StoreAccessError(
+                    f"the store {self.path} cannot be written: {error.strerror}; choose another folder with --store"
+                ) from None
 
 
-def replace_object(path: Path, data: bytes) -> None:
-    """Writes a whole object in one step, over what was there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _partial_file(path, data) as partial:
-        partial.replace(path)
-    sync_folder(path.parent)
+def _is_partial(path: Path) -> bool:
+    return path.name.startswith(".") and path.name.endswith(".partial")
+
+
+def _raise_unless_absent(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
+
+
+def _try_lock(path: Path) -> IO[bytes] | None:
+    while True:
+        file = path.open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return None
+        # Its last owner may have removed the file between the two calls: such a lock excludes nobody.
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()
 
 
 @contextmanager
-def _partial_file(path: Path, data: bytes) -> Iterator[Path]:
+def _write_partial(path: Path, data: bytes) -> Iterator[Path]:
+    _make_folder(path.parent)
     with _create_partial(path) as file:
         partial = Path(file.name)
         try:
@@ -205,41 +217,16 @@ def _create_partial(path: Path) -> IO[bytes]:
         file.close()
 
 
-def sync_folder(path: Path) -> None:
-    """Brings a folder's entries onto the disk."""
+def _make_folder(path: Path) -> None:
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        _sync_folder(folder.parent)
+
+
+def _sync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def hash_bytes(data: bytes) -> str:
-    """SHA-256 of an object's bytes, 64 hex digits."""
-    return sha256(data).hexdigest()
-
-
-def read_object(path: Path) -> StoredObject:
-    """A stored object's digest and size, once its bytes are on the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        data = file.read()
-    return StoredObject(hash_bytes(data), len(data))
-
-
-def remove_partials(group: Path) -> None:
-    """Removes what a killed writer left in a group that the caller owns: files under `.partial` names."""
-    for path in group.rglob("*.partial"):
-        path.unlink(missing_ok=True)
-
-
-def sweep_partials(*folders: Path) -> None:
-    """Removes what killed writers left in these folders themselves; files of live ones are locked and stay."""
-    for folder in folders:
-        for path in folder.glob("*.partial"):
-            try:
-                with path.open("rb") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink(missing_ok=True)
-            except (BlockingIOError, FileNotFoundError, PermissionError):
-                continue

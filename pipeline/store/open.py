@@ -17,7 +17,8 @@ import pyarrow as pa
 from jaxtyping import Float, Shaped, UInt64
 from numpy import ndarray
 
-from pipeline.store.folder import StoreFolder, hash_bytes
+from pipeline.store.layout import Store
+from pipeline.store.objects import describe_bytes
 from pipeline.store.presence import check_presence, check_size, describe_remedy
 from pipeline.store.samples import read_samples_table
 from pipeline.store.shards import count_index_bytes, decode_chunk, decode_index, is_absent
@@ -38,7 +39,7 @@ class StoredVersion:
     first read.
     """
 
-    def __init__(self, store: StoreFolder, version: Version) -> None:
+    def __init__(self, store: Store, version: Version) -> None:
         """Opens the version.
 
         Raises:
@@ -46,17 +47,12 @@ class StoredVersion:
             CorruptedObjectError: an object has another size than recorded. (Zarr would read either as fill values.)
         """
         self.store, self.version, self.manifest = store, version, version.manifest
-        self.path = store.dataset_path(self.manifest.dataset) / self.manifest.folder
+        self._prefix = store.group_key(self.manifest.dataset, self.manifest.recipe.fingerprint)
         self._dtype = np.dtype(self.manifest.recipe.store_dtype).newbyteorder("<")
         self._checked: dict[str, _File] = {}
         self._described: dict[str, dict[str, Any]] = {}
         self._shard_indexes: dict[str, UInt64[ndarray, "chunks 2"]] = {}
         check_presence(store, version)
-
-    @property
-    def is_local(self) -> bool:
-        """Whether objects are read from this machine's own folders, so that a process may be forked while it reads."""
-        return True
 
     @cached_property
     def index(self) -> dict[str, Shaped[ndarray, "..."]]:
@@ -146,11 +142,11 @@ class StoredVersion:
         """
         stored = self.manifest.objects[key]
         data, file = self._read_part(key, 0, stored.num_bytes + 1)
-        if hash_bytes(data) != stored.sha256:
-            check_size(self.version, self._locate(key), stored.num_bytes)
+        if describe_bytes(data) != stored:
+            self._check_size(key)
             raise CorruptedObjectError(
-                f"{self.version.ref}: object {self.path / key} is not the one that was written (its SHA-256 differs); "
-                f"{describe_remedy(self.version)}"
+                f"{self.version.ref}: object {self._describe(key)} is not the one that was written "
+                f"(its SHA-256 differs); {describe_remedy(self.version)}"
             )
         self._checked[key] = file
         return data
@@ -165,22 +161,29 @@ class StoredVersion:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            check_size(self.version, path, self.manifest.objects[key].num_bytes)
+            self._check_size(key)
             raise CorruptedObjectError(
-                f"{self.version.ref}: object {path} cannot be read: {error.strerror}; {describe_remedy(self.version)}"
+                f"{self.version.ref}: object {self._describe(key)} cannot be read: {error.strerror}; "
+                f"{describe_remedy(self.version)}"
             ) from None
         return data, (status.st_ino, status.st_mtime_ns, status.st_size)
 
     def _locate(self, key: str) -> Path:
-        return self.path / key
+        return self.store.objects.localize(f"{self._prefix}/{key}", self.manifest.objects[key])
+
+    def _describe(self, key: str) -> str:
+        return self.store.describe(f"{self._prefix}/{key}")
+
+    def _check_size(self, key: str) -> None:
+        check_size(self.store, self.version, f"{self._prefix}/{key}", self.manifest.objects[key].num_bytes)
 
     def _decode(self, key: str, decode: Callable[..., _T], *arguments: Any) -> _T:
         try:
             return decode(*arguments)
         except ValueError as error:
-            check_size(self.version, self._locate(key), self.manifest.objects[key].num_bytes)
+            self._check_size(key)
             raise CorruptedObjectError(
-                f"{self.version.ref}: {self.path / key} cannot be read ({error}); {describe_remedy(self.version)}"
+                f"{self.version.ref}: {self._describe(key)} cannot be read ({error}); {describe_remedy(self.version)}"
             ) from error
 
 

@@ -1,8 +1,6 @@
 """Whether every object of a version is there with its recorded size: what can be known without reading them."""
 
-from pathlib import Path
-
-from pipeline.store.folder import StoreFolder
+from pipeline.store.layout import Store
 from pipeline.store.versions import Version
 from storage_schema.errors import CorruptedObjectError, MissingObjectError
 
@@ -12,7 +10,7 @@ def describe_remedy(version: Version) -> str:
     return f"`ola verify {version.ref}` lists all damage; restore it from a copy, or materialize elsewhere"
 
 
-def check_presence(store: StoreFolder, version: Version) -> None:
+def check_presence(store: Store, version: Version) -> None:
     """Nothing, where the group's objects and the sample table are all there with the sizes of the manifest.
 
     Raises:
@@ -20,23 +18,35 @@ def check_presence(store: StoreFolder, version: Version) -> None:
         CorruptedObjectError: an object has another size than recorded, or cannot be looked at.
     """
     manifest = version.manifest
-    group = store.dataset_path(manifest.dataset) / manifest.folder
-    for name, stored in manifest.objects.items():
-        check_size(version, group / name, stored.num_bytes)
-    check_size(version, store.path / manifest.samples_path, manifest.samples.num_bytes)
-
-
-def check_size(version: Version, path: Path, expected: int) -> None:
-    """Nothing, where the object at `path` has `expected` bytes; errors as `check_presence`."""
+    group = store.group_key(manifest.dataset, manifest.recipe.fingerprint)
     try:
-        size = path.stat().st_size
-    except (FileNotFoundError, NotADirectoryError):
-        raise MissingObjectError(f"{version.ref}: object {path} is missing; {describe_remedy(version)}") from None
+        sizes = store.objects.list_sizes(group)
     except OSError as error:
         raise CorruptedObjectError(
-            f"{version.ref}: object {path} cannot be read: {error.strerror}; {describe_remedy(version)}"
+            f"{version.ref}: {error.filename or store.describe(group)} cannot be read: {error.strerror}; "
+            f"{describe_remedy(version)}"
         ) from None
+    for name, stored in manifest.objects.items():
+        _compare_size(version, store.describe(f"{group}/{name}"), sizes.get(name), stored.num_bytes)
+    check_size(store, version, manifest.samples_path, manifest.samples.num_bytes)
+
+
+def check_size(store: Store, version: Version, key: str, expected: int) -> None:
+    """Nothing, where the object has `expected` bytes; errors as `check_presence`."""
+    place = store.describe(key)
+    try:
+        size = store.objects.find_size(key)
+    except OSError as error:
+        raise CorruptedObjectError(
+            f"{version.ref}: object {place} cannot be read: {error.strerror}; {describe_remedy(version)}"
+        ) from None
+    _compare_size(version, place, size, expected)
+
+
+def _compare_size(version: Version, place: str, size: int | None, expected: int) -> None:
+    if size is None:
+        raise MissingObjectError(f"{version.ref}: object {place} is missing; {describe_remedy(version)}")
     if size != expected:
         raise CorruptedObjectError(
-            f"{version.ref}: object {path} has {size} bytes, its manifest says {expected}; {describe_remedy(version)}"
+            f"{version.ref}: object {place} has {size} bytes, its manifest says {expected}; {describe_remedy(version)}"
         )

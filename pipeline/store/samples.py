@@ -5,16 +5,17 @@ import io
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.store.folder import StoreFolder, hash_bytes, put_if_absent, read_object
+from pipeline.store.layout import Store
+from pipeline.store.objects import describe_bytes
 from storage_schema.errors import CorruptedObjectError, MissingObjectError, NewerFormatError
 from storage_schema.manifest import StoredObject
 from storage_schema.samples import SAMPLE_TABLE_VERSION, Sample, compute_content_hash, from_table, to_table
 
 
 def write_samples(
-    store: StoreFolder, corpus: str, split: str, content_sha256: str, samples: list[Sample]
+    store: Store, corpus: str, split: str, content_sha256: str, samples: list[Sample]
 ) -> tuple[str, StoredObject]:
-    """The table's path in the store and its digest; written only where it is not there yet.
+    """The table's key in the store and its digest; written only where it is not there yet.
 
     Args:
         corpus: with its modifiers, as in a ref.
@@ -22,35 +23,35 @@ def write_samples(
     Raises:
         CorruptedObjectError: a table is there, but does not hold these samples.
     """
-    path = store.samples_path(corpus, split, content_sha256)
-    if not path.is_file():
+    key = store.samples_key(corpus, split, content_sha256)
+    if store.objects.find_size(key) is None:
         buffer = io.BytesIO()
         pq.write_table(to_table(samples), buffer, compression="zstd")
-        put_if_absent(path, buffer.getvalue())
-    stored = read_object(path)
-    if compute_content_hash(from_table(_read_table(path.read_bytes(), str(path)))) != content_sha256:
-        raise CorruptedObjectError(f"{path} does not hold the samples of {corpus}/{split}; remove it and run again")
-    return path.relative_to(store.path).as_posix(), stored
+        store.objects.put_if_absent(key, buffer.getvalue())
+    data, place = store.objects.read(key), store.describe(key)
+    if compute_content_hash(from_table(_read_table(data, place))) != content_sha256:
+        raise CorruptedObjectError(f"{place} does not hold the samples of {corpus}/{split}; remove it and run again")
+    return key, describe_bytes(data)
 
 
-def read_samples_table(store: StoreFolder, path: str, expected: StoredObject) -> pa.Table:
-    """The sample table at `path` of the store, as Arrow.
+def read_samples_table(store: Store, key: str, expected: StoredObject) -> pa.Table:
+    """The sample table of that key, as Arrow.
 
     Raises:
-        MissingObjectError: there is no such file.
+        MissingObjectError: there is no such object.
         CorruptedObjectError: its digest is not the recorded one, or it is no sample table.
         NewerFormatError: a later release wrote it.
     """
-    file = store.path / path
+    place = store.describe(key)
     try:
-        data = file.read_bytes()
+        data = store.objects.localize(key, expected).read_bytes()
     except OSError:
-        raise MissingObjectError(f"the sample table {file} is missing; restore it from a copy") from None
-    if hash_bytes(data) != expected.sha256:
+        raise MissingObjectError(f"the sample table {place} is missing; restore it from a copy") from None
+    if describe_bytes(data) != expected:
         raise CorruptedObjectError(
-            f"the sample table {file} is not the one that was written: its SHA-256 differs; restore it from a copy"
+            f"the sample table {place} is not the one that was written: its SHA-256 differs; restore it from a copy"
         )
-    return _read_table(data, str(file))
+    return _read_table(data, place)
 
 
 def _read_table(data: bytes, where: str) -> pa.Table:

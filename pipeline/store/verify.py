@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from pipeline.store.folder import StoreFolder, read_object
+from pipeline.store.layout import Store
+from pipeline.store.objects import describe_bytes
 from pipeline.store.open import StoredVersion
 from pipeline.store.versions import Version
 from storage_schema.arrays import count_cells, place_samples, plan_partitions, unpack_map
@@ -16,7 +17,7 @@ ROW_SUM_TOLERANCE = {"float32": 1e-5, "float16": 2.0**-11}
 
 
 def verify_version(
-    store: StoreFolder, version: Version, report: Callable[[int, int], None] = lambda done, total: None
+    store: Store, version: Version, report: Callable[[int, int], None] = lambda done, total: None
 ) -> list[str]:
     """What is wrong with a version, one line a finding; empty where it is whole.
 
@@ -33,24 +34,25 @@ def verify_version(
         return [str(error)]
 
 
-def _check_digests(store: StoreFolder, version: Version) -> Iterator[str]:
+def _check_digests(store: Store, version: Version) -> Iterator[str]:
     manifest = version.manifest
-    group = store.dataset_path(manifest.dataset) / manifest.folder
-    expected = {group / name: stored for name, stored in manifest.objects.items()}
-    expected[store.path / manifest.samples_path] = manifest.samples
-    for path, stored in expected.items():
+    group = store.group_key(manifest.dataset, manifest.recipe.fingerprint)
+    expected = {f"{group}/{name}": stored for name, stored in manifest.objects.items()}
+    expected[manifest.samples_path] = manifest.samples
+    for key, stored in expected.items():
+        place = store.describe(key)
         try:
-            found = read_object(path)
+            found = describe_bytes(store.objects.read(key))
         except FileNotFoundError:
-            yield f"{path}: missing"
+            yield f"{place}: missing"
             continue
         except OSError as error:
-            yield f"{path}: cannot be read ({error.strerror})"
+            yield f"{place}: cannot be read ({error.strerror})"
             continue
         if found.num_bytes != stored.num_bytes:
-            yield f"{path}: {found.num_bytes} bytes, the manifest says {stored.num_bytes}"
+            yield f"{place}: {found.num_bytes} bytes, the manifest says {stored.num_bytes}"
         elif found.sha256 != stored.sha256:
-            yield f"{path}: SHA-256 {found.sha256[:16]}..., the manifest says {stored.sha256[:16]}..."
+            yield f"{place}: SHA-256 {found.sha256[:16]}..., the manifest says {stored.sha256[:16]}..."
 
 
 def _check_index(opened: StoredVersion) -> Iterator[str]:

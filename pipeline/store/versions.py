@@ -5,9 +5,8 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
-from pipeline.store.folder import StoreFolder, put_if_absent, replace_object
+from pipeline.store.layout import Store
 from storage_schema.errors import CorruptedObjectError, DatasetNotFoundError
 from storage_schema.manifest import Manifest
 from storage_schema.recipe import Recipe
@@ -29,55 +28,69 @@ class Version:
         return Ref(self.manifest.dataset, f"v{self.number}")
 
 
-def iter_versions(store: StoreFolder) -> Iterator[Callable[[], Version]]:
+def iter_versions(store: Store) -> Iterator[Callable[[], Version]]:
     """A reader of each manifest in the store, by dataset and number; a reader raises what is wrong with its own."""
-    for folder in sorted({path.parent for path in store.path.glob("[!._]*/[!._]*/[!._]*/v*.json")}):
-        for number, path in sorted(_iter_numbered(folder)):
-            yield partial(_read_in_place, store, number, path)
+    for folder in _iter_dataset_folders(store):
+        for number in _list_numbers(store, folder):
+            yield partial(_read_in_place, store, folder, number)
 
 
-def _read_in_place(store: StoreFolder, number: int, path: Path) -> Version:
-    return _read_version(Dataset(*path.parent.relative_to(store.path).parts), number, path)
+def _iter_dataset_folders(store: Store) -> Iterator[str]:
+    for model in _list_folders(store, ""):
+        for corpus in _list_folders(store, model):
+            yield from _list_folders(store, corpus)
 
 
-def list_versions(store: StoreFolder, dataset: Dataset) -> list[Version]:
+def _list_folders(store: Store, prefix: str) -> list[str]:
+    names = store.objects.list_names(prefix)
+    return [f"{prefix}/{name[:-1]}".lstrip("/") for name in names if name.endswith("/") and name[0] not in "._"]
+
+
+def _read_in_place(store: Store, folder: str, number: int) -> Version:
+    return _read_version(store, Dataset(*folder.split("/")), number)
+
+
+def list_versions(store: Store, dataset: Dataset) -> list[Version]:
     """The finished versions of a dataset, oldest first.
 
     Raises:
         CorruptedObjectError: a manifest is not what was written.
         NewerFormatError: a later release wrote one.
     """
-    return [_read_version(dataset, number, path) for number, path in sorted(_iter_manifests(store, dataset))]
+    return [_read_version(store, dataset, number) for number in _list_numbers(store, store.dataset_key(dataset))]
 
 
-def _read_version(dataset: Dataset, number: int, path: Path) -> Version:
+def _read_version(store: Store, dataset: Dataset, number: int) -> Version:
+    key = _manifest_key(store, dataset, number)
+    place = store.describe(key)
     try:
-        data = path.read_bytes()
+        data = store.objects.read(key)
     except OSError as error:
-        raise CorruptedObjectError(f"{path} cannot be read: {error.strerror}; restore it from a copy") from None
-    manifest = Manifest.decode(data, str(path))
+        raise CorruptedObjectError(f"{place} cannot be read: {error.strerror}; restore it from a copy") from None
+    manifest = Manifest.decode(data, place)
     if manifest.dataset != dataset:
-        raise CorruptedObjectError(f"{path} is the manifest of {manifest.dataset}, not of {dataset}; put it back there")
+        raise CorruptedObjectError(
+            f"{place} is the manifest of {manifest.dataset}, not of {dataset}; put it back there"
+        )
     return Version(number, manifest)
 
 
-def _iter_manifests(store: StoreFolder, dataset: Dataset) -> Iterator[tuple[int, Path]]:
-    return _iter_numbered(store.dataset_path(dataset))
+def _manifest_key(store: Store, dataset: Dataset, number: int) -> str:
+    return f"{store.dataset_key(dataset)}/v{number}.json"
 
 
-def _iter_numbered(folder: Path) -> Iterator[tuple[int, Path]]:
-    for path in folder.glob("v*.json"):
-        if match := _MANIFEST_NAME.fullmatch(path.name):
-            yield int(match[1]), path
+def _list_numbers(store: Store, folder: str) -> list[int]:
+    matches = (_MANIFEST_NAME.fullmatch(name) for name in store.objects.list_names(folder))
+    return sorted(int(match[1]) for match in matches if match)
 
 
-def find_version(store: StoreFolder, dataset: Dataset, recipe: Recipe) -> Version | None:
+def find_version(store: Store, dataset: Dataset, recipe: Recipe) -> Version | None:
     """The finished version of exactly this recipe, if there is one."""
     fingerprint = recipe.fingerprint
     return next((v for v in list_versions(store, dataset) if v.manifest.recipe.fingerprint == fingerprint), None)
 
 
-def resolve_ref(store: StoreFolder, text: str) -> Version:
+def resolve_ref(store: Store, text: str) -> Version:
     """The finished version that a ref names.
 
     Raises:
@@ -85,13 +98,13 @@ def resolve_ref(store: StoreFolder, text: str) -> Version:
         DatasetNotFoundError: the store has no such dataset or version; lists what there is.
     """
     ref = parse_ref(text)
-    paths = dict(sorted(_iter_manifests(store, ref.dataset)))
-    if not paths:
-        known = ", ".join(_list_names(store)) or "none"
-        raise DatasetNotFoundError(f"the store {store.path} has no dataset {ref.dataset}; it has: {known}")
-    number = max(paths) if ref.version == "latest" else ref.number
-    if number in paths:
-        return _read_version(ref.dataset, number, paths[number])
+    numbers = _list_numbers(store, store.dataset_key(ref.dataset))
+    if not numbers:
+        known = ", ".join(folder for folder in _iter_dataset_folders(store) if _list_numbers(store, folder)) or "none"
+        raise DatasetNotFoundError(f"the store {store.describe()} has no dataset {ref.dataset}; it has: {known}")
+    number = numbers[-1] if ref.version == "latest" else ref.number
+    if number in numbers:
+        return _read_version(store, ref.dataset, number)
     versions = list_versions(store, ref.dataset)
     chosen: list[Version] = []
     if ref.number is None:
@@ -104,41 +117,40 @@ def resolve_ref(store: StoreFolder, text: str) -> Version:
     return chosen[0]
 
 
-def _list_names(store: StoreFolder) -> list[str]:
-    folders = {path.parent for path in store.path.glob("[!._]*/[!._]*/[!._]*/v*.json")}
-    return sorted(folder.relative_to(store.path).as_posix() for folder in folders)
+def _tag_key(store: Store, dataset: Dataset, tag: str) -> str:
+    return f"{store.dataset_key(dataset)}/_tags/{tag}.json"
 
 
-def _tag_path(store: StoreFolder, dataset: Dataset, tag: str) -> Path:
-    return store.dataset_path(dataset) / "_tags" / f"{tag}.json"
+def _list_tag_names(store: Store, dataset: Dataset) -> list[str]:
+    names = store.objects.list_names(f"{store.dataset_key(dataset)}/_tags")
+    return [name.removesuffix(".json") for name in names if name.endswith(".json")]
 
 
-def _read_tag(store: StoreFolder, ref: Ref) -> str:
-    path = _tag_path(store, ref.dataset, ref.version)
+def _read_tag(store: Store, ref: Ref) -> str:
+    key = _tag_key(store, ref.dataset, ref.version)
     try:
-        fingerprint = json.loads(path.read_bytes())["fingerprint"]
+        fingerprint = json.loads(store.objects.read(key))["fingerprint"]
         if not re.fullmatch("[0-9a-f]{64}", fingerprint):
             raise ValueError
         return str(fingerprint)
     except FileNotFoundError:
-        tags = ", ".join(sorted(other.stem for other in path.parent.glob("*.json"))) or "none"
+        tags = ", ".join(_list_tag_names(store, ref.dataset)) or "none"
         raise DatasetNotFoundError(f"dataset {ref.dataset} has no tag {ref.version!r}; tags: {tags}") from None
     except (ValueError, KeyError, TypeError, OSError):
-        raise CorruptedObjectError(f"{path} is not a tag; set it again with `ola tag`") from None
+        raise CorruptedObjectError(f"{store.describe(key)} is not a tag; set it again with `ola tag`") from None
 
 
-def list_tags(store: StoreFolder, version: Version) -> list[str]:
+def list_tags(store: Store, version: Version) -> list[str]:
     """The tags of a version, sorted."""
     dataset = version.manifest.dataset
-    folder = _tag_path(store, dataset, "any").parent
-    return sorted(
-        path.stem
-        for path in folder.glob("*.json")
-        if _read_tag(store, Ref(dataset, path.stem)) == version.manifest.recipe.fingerprint
-    )
+    return [
+        tag
+        for tag in _list_tag_names(store, dataset)
+        if _read_tag(store, Ref(dataset, tag)) == version.manifest.recipe.fingerprint
+    ]
 
 
-def tag_version(store: StoreFolder, version: Version, tag: str) -> None:
+def tag_version(store: Store, version: Version, tag: str) -> None:
     """Lets a tag name this version; a tag that named another one moves.
 
     Raises:
@@ -146,10 +158,10 @@ def tag_version(store: StoreFolder, version: Version, tag: str) -> None:
     """
     check_tag(tag)
     record = {"fingerprint": version.manifest.recipe.fingerprint}
-    replace_object(_tag_path(store, version.manifest.dataset, tag), json.dumps(record).encode() + b"\n")
+    store.objects.replace(_tag_key(store, version.manifest.dataset, tag), json.dumps(record).encode() + b"\n")
 
 
-def publish_version(store: StoreFolder, manifest: Manifest) -> Version:
+def publish_version(store: Store, manifest: Manifest) -> Version:
     """The version that this manifest is from now on: numbered, visible and `latest` in one step.
 
     The step is a put-if-absent of `vN.json`. On a conflict the store is looked at again: where the same recipe has been
@@ -163,5 +175,5 @@ def publish_version(store: StoreFolder, manifest: Manifest) -> Version:
         if published:
             return published[0]
         number = versions[-1].number + 1 if versions else 1
-        if put_if_absent(store.dataset_path(manifest.dataset) / f"v{number}.json", data):
+        if store.objects.put_if_absent(_manifest_key(store, manifest.dataset, number), data):
             return Version(number, manifest)

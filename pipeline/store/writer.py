@@ -5,54 +5,54 @@ only what is missing; it goes away when the version is published.
 """
 
 import json
-import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import zarr
-from filelock import FileLock, Timeout
 from jaxtyping import Float, Shaped
 from numpy import ndarray
-from zarr.storage import LocalStore
 
-from pipeline.store.arrays import create_group
-from pipeline.store.folder import StoreFolder, read_object, remove_partials, replace_object, sweep_partials, sync_folder
+from pipeline.store.arrays import encode_group
+from pipeline.store.layout import Store
+from pipeline.store.objects import Ownership, describe_bytes
+from pipeline.store.shards import encode_shard
 from pipeline.store.versions import Version, publish_version
-from storage_schema.arrays import CHUNK_CELLS, Packing, Partition, name_array
+from storage_schema.arrays import Packing, Partition, count_row_cells, name_array
 from storage_schema.errors import MissingObjectError
 from storage_schema.manifest import Manifest, MapStatistics, StoredObject
 from storage_schema.recipe import Recipe
 from storage_schema.refs import Dataset
 
-_POLL_SECONDS = 0.2
+_INDEX_RECORD = "index.json"
 
 
-@contextmanager
-def own_work(store: StoreFolder, recipe: Recipe, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+def own_work(
+    store: Store, recipe: Recipe, on_wait: Callable[[], None] = lambda: None
+) -> AbstractContextManager[Ownership]:
     """Within it, this process alone works on this recipe in this store.
 
-    Another live owner is waited for (`on_wait` is called once); the lock dies with its process, so a killed owner holds
-    nothing.
+    Another live owner is waited for (`on_wait` is called once); a killed one holds nothing for long.
     """
-    path = store.lock_path(recipe.fingerprint)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path)
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        on_wait()
-        lock.acquire(poll_interval=_POLL_SECONDS)
-    try:
-        yield
-    finally:
-        if not store.work_path(recipe.fingerprint).exists():
-            path.unlink(missing_ok=True)
-        lock.release()
+    return store.objects.own(store.work_key(recipe.fingerprint), on_wait)
+
+
+@dataclass(frozen=True)
+class _Record:
+    """One finished step: its objects by their key in the group, and what the maps' cells add up to."""
+
+    objects: dict[str, StoredObject]
+    statistics: dict[str, dict[str, float]]
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> "_Record":
+        values = json.loads(data)
+        objects = {name: StoredObject(**stored) for name, stored in values["objects"].items()}
+        return cls(objects, dict(values["statistics"]))
 
 
 class VersionWriter:
@@ -60,7 +60,7 @@ class VersionWriter:
 
     def __init__(
         self,
-        store: StoreFolder,
+        store: Store,
         dataset: Dataset,
         recipe: Recipe,
         partitions: Sequence[Partition],
@@ -68,62 +68,82 @@ class VersionWriter:
         *,
         packing: Packing,
         num_layers: int,
+        owner: Ownership,
     ) -> None:
-        """Creates the version's group and index, or takes up what an earlier run left of the very same ones.
+        """Writes the version's metadata and index, or takes up what an earlier run left of the very same ones.
 
         Args:
             index: the arrays of `INDEX_ARRAYS` by name.
+            owner: what `own_work` gave; it is asked before every step that counts.
         """
-        self._store, self._dataset, self._recipe = store, dataset, recipe
-        self._partitions = partitions
-        self._path = store.group_path(dataset, recipe.fingerprint)
-        self._work = store.work_path(recipe.fingerprint)
-        self._work.mkdir(parents=True, exist_ok=True)
-        remove_partials(self._path)
-        dataset_path = store.dataset_path(dataset)
-        samples_path = store.samples_path(dataset.corpus, recipe.split, recipe.corpus_sha256).parent
-        sweep_partials(store.path, self._work, dataset_path, dataset_path / "_tags", samples_path)
-        self._index_objects = self._recall("index")
-        if self._index_objects is None or not self._holds(index):
-            shutil.rmtree(self._path, ignore_errors=True)
-            for record in self._work.glob("*.json"):
-                record.unlink()
-            group = create_group(
-                store, dataset, recipe, packing=packing, num_layers=num_layers,
-                num_samples=len(index["length"]), num_tokens=len(index["input_ids"]), partitions=partitions,
-            )  # fmt: skip
-            for name, values in index.items():
-                _open_array(group, name)[...] = values
-            self._index_objects = self._record("index", sorted(self._iter_objects()), {})
-        self._group = zarr.open_group(LocalStore(self._path), mode="r+")
+        self._store, self._dataset, self._recipe, self._owner = store, dataset, recipe, owner
+        self._partitions, self._row_cells = partitions, count_row_cells(partitions)
+        self._group = store.group_key(dataset, recipe.fingerprint)
+        self._work = store.work_key(recipe.fingerprint)
+        self._sweep()
+        self._records = dict(self._read_records())
+        self._write_index(encode_group(dataset, recipe, partitions, index, packing=packing, num_layers=num_layers))
 
-    def _holds(self, index: Mapping[str, Shaped[ndarray, "..."]]) -> bool:
-        # Equal recipes give equal tokens, but for another version of the tokenizers library between two runs.
-        group = zarr.open_group(LocalStore(self._path, read_only=True), mode="r")
-        return all(np.array_equal(np.asarray(_open_array(group, name)[...]), values) for name, values in index.items())
+    def _sweep(self) -> None:
+        samples = self._store.samples_key(self._dataset.corpus, self._recipe.split, self._recipe.corpus_sha256)
+        dataset = self._store.dataset_key(self._dataset)
+        for prefix in ("", self._work, dataset, f"{dataset}/_tags", samples.rpartition("/")[0]):
+            self._store.objects.sweep(prefix)
+        self._store.objects.sweep(self._group, deep=True)
+
+    def _read_records(self) -> Iterable[tuple[str, _Record]]:
+        for name in self._store.objects.list_names(self._work):
+            try:
+                yield name, _Record.decode(self._store.objects.read(f"{self._work}/{name}"))
+            except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+                continue  # a torn record costs its step
+
+    def _write_index(self, encoded: Mapping[str, bytes]) -> None:
+        # Equal recipes give equal bytes, but for other versions of the libraries that tokenize and encode.
+        objects = {name: describe_bytes(data) for name, data in encoded.items()}
+        left = self._records.get(_INDEX_RECORD)
+        if left is None or left.objects != objects:
+            self._owner.check()
+            self._store.objects.remove_tree(self._group)
+            self._store.objects.remove_tree(self._work)
+            self._records.clear()
+        for name in sorted(self._store.objects.find_changed(self._group, objects)):
+            self._store.objects.replace(f"{self._group}/{name}", encoded[name])
+        if not self._records:
+            self._record(_INDEX_RECORD, _Record(objects, {}))
 
     def list_missing(self) -> list[Partition]:
-        """The partitions still to be written, in order. Those of an earlier run count once their digests are right."""
-        return [partition for partition in self._partitions if self._recall(_name_record(partition)) is None]
+        """The partitions still to be written, in order. Those of an earlier run count once their objects are right."""
+        recorded = {name: stored for record in self._records.values() for name, stored in record.objects.items()}
+        changed = self._store.objects.find_changed(self._group, recorded)
+        return [
+            partition
+            for partition in self._partitions
+            if (record := self._records.get(_name_record(partition))) is None or changed & record.objects.keys()
+        ]
 
     def write_partition(self, partition: Partition, cells: Mapping[str, Float[ndarray, " cells"]]) -> None:
         """Writes one partition's shards, one a map, and records them.
 
         Args:
             cells: by array name, in the stored dtype; one value for each cell of the partition.
+
+        Raises:
+            LostOwnershipError: another process has taken the work over.
         """
-        paths, statistics = [], {}
+        objects, statistics = {}, {}
         for name, values in cells.items():
-            array = _open_array(self._group, name)
-            path = self._path / name / "c" / str(partition.number) / "0"
-            # Zarr merges a part of a shard with what is there; nothing of an unrecorded shard may stay.
-            path.unlink(missing_ok=True)
-            filled = np.zeros(-(-partition.num_cells // CHUNK_CELLS) * CHUNK_CELLS, array.dtype)
-            filled[: partition.num_cells] = values
-            array[partition.number, : len(filled)] = filled
-            paths.append(path)
+            key, data = f"{name}/c/{partition.number}/0", encode_shard(values, self._row_cells)
+            self._owner.check()
+            self._store.objects.replace(f"{self._group}/{key}", data)
+            objects[key] = describe_bytes(data)
             statistics[name] = _summarize(values)
-        self._record(_name_record(partition), paths, statistics)
+        self._record(_name_record(partition), _Record(objects, statistics))
+
+    def _record(self, name: str, record: _Record) -> None:
+        self._owner.check()
+        self._store.objects.replace(f"{self._work}/{name}", record.encode())
+        self._records[name] = record
 
     def finish(self, run: Mapping[str, Any], **manifest_fields: Any) -> Version:
         """Publishes the version, once every partition is there.
@@ -134,6 +154,7 @@ class VersionWriter:
 
         Raises:
             MissingObjectError: a partition is missing or not as recorded; names all such.
+            LostOwnershipError: another process has taken the work over.
         """
         missing = self.list_missing()
         if missing:
@@ -141,59 +162,29 @@ class VersionWriter:
             raise MissingObjectError(
                 f"{self._dataset}: partitions {numbers} are not written; run the same command again"
             )
-        records = [self._read_record(_name_record(partition)) for partition in self._partitions]
-        objects = dict(self._index_objects or {})
+        records = [self._records[_name_record(partition)] for partition in self._partitions]
+        objects = dict(self._records[_INDEX_RECORD].objects)
         for record in records:
-            objects |= {path: StoredObject(**stored) for path, stored in record["objects"].items()}
+            objects |= record.objects
         statistics = {
-            name: _combine([record["statistics"][name] for record in records])
+            name: _combine([record.statistics[name] for record in records])
             for name in (name_array(name) for name in self._recipe.maps)
         }
-        replace_object(self._path / "run.json", json.dumps(run, indent=1, sort_keys=True).encode() + b"\n")
+        self._owner.check()
+        data = json.dumps(run, indent=1, sort_keys=True).encode() + b"\n"
+        self._store.objects.replace(f"{self._group}/run.json", data)
         manifest = Manifest(
-            dataset=self._dataset, recipe=self._recipe, folder=self._path.name,
+            dataset=self._dataset, recipe=self._recipe, folder=self._group.rpartition("/")[2],
             objects=dict(sorted(objects.items())), statistics=statistics, **manifest_fields,
         )  # fmt: skip
+        self._owner.check()
         version = publish_version(self._store, manifest)
         self._store.remove_journal(self._recipe.fingerprint)
         return version
 
-    def _iter_objects(self) -> Iterator[Path]:
-        for folder, _, files in os.walk(self._path):
-            yield from (Path(folder) / file for file in files)
-
-    def _record(
-        self, name: str, paths: Sequence[Path], statistics: Mapping[str, Mapping[str, float]]
-    ) -> dict[str, StoredObject]:
-        objects = {path.relative_to(self._path).as_posix(): read_object(path) for path in paths}
-        for folder in {path.parent for path in paths} | {path.parent.parent for path in paths}:
-            sync_folder(folder)
-        record = {"objects": {path: asdict(stored) for path, stored in objects.items()}, "statistics": statistics}
-        replace_object(self._work / f"{name}.json", json.dumps(record).encode())
-        return objects
-
-    def _read_record(self, name: str) -> dict[str, Any]:
-        record: dict[str, Any] = json.loads((self._work / f"{name}.json").read_bytes())
-        return record
-
-    def _recall(self, name: str) -> dict[str, StoredObject] | None:
-        try:
-            record = self._read_record(name)
-            objects = {path: StoredObject(**stored) for path, stored in record["objects"].items()}
-            intact = all(read_object(self._path / path) == stored for path, stored in objects.items())
-        except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
-            return None
-        return objects if intact else None
-
-
-def _open_array(group: zarr.Group, name: str) -> zarr.Array[Any]:
-    array = group[name]
-    assert isinstance(array, zarr.Array)
-    return array
-
 
 def _name_record(partition: Partition) -> str:
-    return f"partition-{partition.number:05d}"
+    return f"partition-{partition.number:05d}.json"
 
 
 def _summarize(cells: Float[ndarray, " cells"]) -> dict[str, float]:

@@ -24,7 +24,7 @@ from pipeline.tokens.encode import load_tokenizer
 
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(3600)]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NUM_TEXTS = 96
+NUM_TEXTS = 480
 MODELS = ["minilm-l6", "smollm2-135m"]
 
 

@@ -6,11 +6,18 @@ import threading
 import pytest
 import torch
 from transformers import AutoConfig, AutoModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pipeline.ola import attention
-from pipeline.ola.attention import IMPLEMENTATION, compute_head_mean_attention, reading_attention, run_model
+from pipeline.ola.attention import (
+    IMPLEMENTATION,
+    build_mask,
+    compute_head_mean_attention,
+    hide_keys,
+    reading_attention,
+    run_model,
+)
 from pipeline.ola.check import check_model
 from pipeline.ola.eager import reading_eager_attention
 from pipeline.ola.extract import Access, compute_maps
@@ -97,6 +104,55 @@ def test_half_precision_inputs_keep_a_float32_mean_and_their_own_output_dtype(dt
     torch.testing.assert_close(output.double(), expected_output, rtol=0, atol=error)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [5, 70])
+def test_no_score_wins_over_the_mask(dtype, size):
+    """float16's least number is -65504, and scores of float32 go beyond it."""
+    query, key, value = draw_heads(shared=2, dtype=dtype, queries=size, keys=size)
+    hidden = torch.triu(torch.ones(size, size, dtype=torch.bool), 1).repeat(2, 1, 1, 1)
+    hidden[1, :, :, 3:] = True
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, torch.finfo(dtype).min)
+    hiding = hide_keys(mask, 2, size, size)
+    _, mean = compute_head_mean_attention(query * 300, key * 300, value, hiding, 1.0)
+    assert not mean[hidden[:, 0]].any()
+    assert not mask.isinf().any(), "the model's own mask is changed"
+    torch.testing.assert_close(mean.sum(-1), torch.ones(2, size), rtol=0, atol=1e-5)
+
+
+def test_a_query_that_sees_nothing_stays_finite():
+    mask = causal_mask()
+    mask[1, :, 3:] = LOWEST
+    output, mean = compute_head_mean_attention(*draw_heads(), hide_keys(mask, 2, 5, 5), 0.35)
+    assert output.isfinite().all()
+    assert mean.isfinite().all()
+    assert not mean[1, :3, 3:].any()
+
+
+def test_a_mask_of_one_row_or_one_text_holds_for_all_queries_and_texts():
+    mask = torch.zeros(1, 1, 1, 70)
+    mask[..., 30:] = LOWEST
+    hiding = hide_keys(mask, 2, 70, 70)
+    assert hiding.shape == (2, 1, 70, 70)
+    _, mean = compute_head_mean_attention(*draw_heads(queries=70, keys=70), hiding, 0.35)
+    assert not mean[..., 30:].any()
+    torch.testing.assert_close(mean.sum(-1), torch.ones(2, 70), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("score_cells", [1, 4 * 1024 * 1024])
+def test_heads_may_have_masks_of_their_own(monkeypatch, score_cells):
+    monkeypatch.setitem(attention.SCORE_CELLS, "cpu", score_cells)
+    query, key, value = draw_heads(shared=2, queries=70, keys=70)
+    mask = torch.randn(2, 4, 70, 70, generator=torch.Generator().manual_seed(1))
+    mask[:, 0, :, 9:] = LOWEST
+    mask[:, 1:, :, 40:] = LOWEST
+    output, mean = compute_head_mean_attention(query, key, value, hide_keys(mask, 2, 70, 70), 0.35)
+    scores = query.double() @ key.double().repeat_interleave(2, dim=1).mT * 0.35 + mask.double()
+    probabilities = scores.softmax(-1)
+    torch.testing.assert_close(mean.double(), probabilities.mean(1), rtol=0, atol=1e-6)
+    mixed = probabilities @ value.double().repeat_interleave(2, dim=1)
+    torch.testing.assert_close(output.double(), mixed.transpose(1, 2), rtol=0, atol=2e-6)
+
+
 def test_scores_beyond_float16_do_not_overflow():
     query, key, value = draw_heads(dtype=torch.float16)
     _, mean = compute_head_mean_attention(query * 100, key * 100, value, None, 1.0)
@@ -107,7 +163,7 @@ def test_scores_beyond_float16_do_not_overflow():
 def test_the_name_switches_on_no_other_backend_and_has_a_float_mask():
     assert not any(other in IMPLEMENTATION for other in ("sdpa", "flash_attention", "flex_attention"))
     assert IMPLEMENTATION in ALL_ATTENTION_FUNCTIONS.valid_keys()
-    assert ALL_MASK_ATTENTION_FUNCTIONS[IMPLEMENTATION] is eager_mask
+    assert ALL_MASK_ATTENTION_FUNCTIONS[IMPLEMENTATION] is build_mask
 
 
 def make_model(architecture="llama", implementation="sdpa"):

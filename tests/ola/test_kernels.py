@@ -105,6 +105,19 @@ def test_scores_beyond_float16_do_not_overflow():
     compare((query * 100, key * 100, value), None, None, 4e-3, 1e-4)
 
 
+@pytest.mark.parametrize("softcap", [None, 1e5])
+def test_no_score_wins_over_the_mask(softcap):
+    query, key, value = draw_heads(2, 2, 16, dtype=torch.float16)
+    mask = make_mask("window").clamp_min(torch.finfo(torch.float16).min).half()
+    hidden = mask[:, 0] < 0
+    hiding = attention.hide_keys(mask, 2, SIZE, SIZE)
+    output, mean = kernels.compute_head_mean_attention(query * 300, key * 300, value, hiding, 1.0, softcap, block=16)
+    hidden[1, PADDED_FROM:] = False
+    assert not mean[hidden].any()
+    assert output.isfinite().all()
+    torch.testing.assert_close(mean[0].sum(-1), torch.ones(SIZE, device=DEVICE), rtol=0, atol=1e-5)
+
+
 def test_a_text_that_the_mask_hides_altogether_gives_finite_numbers():
     mask = torch.full((2, 1, SIZE, SIZE), LOWEST, device=DEVICE)
     mask[0] = 0

@@ -27,6 +27,7 @@ def make_identity(max_positions):
         ("roberta", {"pad_token_id": 1}, 62),
         ("xlm-roberta", {"pad_token_id": 1}, 62),
         ("mpnet", {"pad_token_id": 1}, 62),
+        ("mpnet", {"pad_token_id": 0}, 62),
         ("esm", {"pad_token_id": 1}, 62),
         ("roberta", {"pad_token_id": 0}, 63),
         ("gpt2", {}, 64),

@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 
+from pipeline.ola import attention
 from pipeline.ola.check import check_model
 from pipeline.ola.identity import identify_model
 from pipeline.ola.load import load_model
@@ -114,8 +115,95 @@ def test_nan_in_the_weights_is_refused_naming_the_layer(build_model, tmp_path):
     weights = load_file(folder / "model.safetensors")
     weights["encoder.layer.1.attention.self.query.weight"][0, 0] = float("nan")
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises((UnsupportedModelError, NonFiniteMapError), match="layer 1"):
+    with pytest.raises((UnsupportedModelError, NonFiniteMapError), match=r"layer 1.*NaN or infinity; its weights hold"):
         load(folder)
+
+
+def test_sparse_blocks_are_refused_before_transformers_switches_them_off(build_model, tmp_path):
+    folder = build_model(tmp_path / "tiny", "big_bird", block_size=4)
+    with pytest.raises(UnsupportedModelError, match=r"tiny \(big_bird\).*'block_sparse'.*original_full"):
+        load(folder)
+    assert load(edit_config(folder, attention_type="original_full")).num_layers == 3
+
+
+def test_a_mask_of_one_row_is_read_for_texts_longer_than_a_block(build_model, tmp_path):
+    folder = build_model(tmp_path / "tiny", "layoutlm", max_position_embeddings=200)
+    input_ids = torch.arange(10, 160)[None]
+    loaded = load(folder)
+    found = loaded.compute_maps(input_ids, torch.ones_like(input_ids), (1,))
+    with torch.inference_mode():
+        layers = [layer[0].mean(0) for layer in loaded.model(input_ids=input_ids, output_attentions=True).attentions]
+    torch.testing.assert_close(found[0, 0], torch.stack(layers).mean(0), rtol=0, atol=1e-6)
+
+
+def test_masks_of_single_heads_are_read(build_model, tmp_path):
+    """Doge hides other keys in each head, so a block of queries sees what any head sees."""
+    folder = build_model(tmp_path / "tiny", "doge", keep_window_size=8, num_key_value_heads=4)
+    weights = load_file(folder / "model.safetensors")
+    for layer in range(3):  # as they are drawn, all keys are equally good
+        weights[f"layers.{layer}.self_attn.A"] = torch.tensor([0.3, -0.5, 0.8, -1.0])
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    loaded = load(folder)
+    input_ids = torch.arange(10, 70)[None]
+    found = loaded.compute_maps(input_ids, torch.ones_like(input_ids), (1,))
+    with torch.inference_mode():
+        layers = [layer[0].mean(0) for layer in loaded.model(input_ids=input_ids, output_attentions=True).attentions]
+    torch.testing.assert_close(found[0, 0], torch.stack(layers).mean(0), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("factor", [20, 200])
+def test_sharp_attention_in_a_narrow_dtype_is_held_to_its_formula(build_model, tmp_path, dtype, factor):
+    """Eager attention rounds scores to the dtype, and overflows in float16 (transformers#33317); ours does not."""
+    folder = build_model(tmp_path / "tiny", "llama", initializer_range=0.2)
+    weights = load_file(folder / "model.safetensors")
+    for name in weights:
+        if "q_proj" in name or "k_proj" in name:
+            weights[name] *= factor
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    loaded = load(folder, compute_dtype=dtype)
+    input_ids = torch.arange(10, 60)[None]
+    (order,) = loaded.compute_maps(input_ids, torch.ones_like(input_ids), (1,))[0]
+    assert not order.triu(1).any()
+    torch.testing.assert_close(order.sum(-1), torch.ones(50), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_wrong_scores_in_a_narrow_dtype_are_still_refused(build_model, tmp_path, monkeypatch, dtype):
+    folder = build_model(tmp_path / "tiny", "llama", initializer_range=0.2)
+    genuine = attention.compute_head_mean_attention
+
+    def scale(query, *rest):
+        return genuine(query * 1.1, *rest)
+
+    monkeypatch.setattr(attention, "compute_head_mean_attention", scale)
+    with pytest.raises(UnsupportedModelError, match=r"tiny \(llama\), layer 0: .*from its formula by"):
+        load(folder, compute_dtype=dtype)
+
+
+def test_more_layers_than_tensors_are_refused_before_they_are_built(build_model, tmp_path):
+    folder = edit_config(build_model(tmp_path / "tiny", "llama"), num_hidden_layers=10**9)
+    with pytest.raises(UnsupportedModelError, match=r"names 1000000000 layers, its weight files hold \d+ tensors"):
+        load(folder)
+
+
+def test_a_library_s_whole_reason_is_shown_on_one_line(build_model, tmp_path):
+    folder = edit_config(build_model(tmp_path / "tiny", "llama"), num_hidden_layers="many")
+    with pytest.raises(UnsupportedModelError, match=r"num_hidden_layers.*'many'") as refusal:
+        load(folder)
+    assert "\n" not in str(refusal.value)
+
+
+def test_weights_of_another_shape_are_named_with_both_shapes(build_model, tmp_path):
+    folder = edit_config(build_model(tmp_path / "tiny", "bert"), vocab_size=301)
+    with pytest.raises(UnsupportedModelError, match=r"word_embeddings\.weight is \(300, 32\), expected \(301, 32\)"):
+        load(folder)
+
+
+def test_a_model_that_its_caller_loaded_for_another_attention_is_checked_all_the_same(tiny_bert):
+    model = AutoModel.from_pretrained(tiny_bert, attn_implementation="sdpa").eval()
+    assert check_model(model, "tiny", 1e-5).num_layers == 3
+    assert model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("architecture", ["t5", "bart"])

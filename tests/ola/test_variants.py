@@ -1,6 +1,7 @@
 """Controls have the weights that they claim, by their seed, and never those of the genuine model."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -90,6 +91,35 @@ def test_two_layers_are_never_left_in_their_order(build_model, tmp_path, seed):
     genuine, control = list_layers(load(folder).model), list_layers(load(folder, "shuffled-layers", seed).model)
     assert is_same(genuine[0], control[1])
     assert is_same(genuine[1], control[0])
+
+
+def test_a_layer_that_no_other_is_like_keeps_its_place(build_model, tmp_path):
+    folder = build_model(tmp_path / "tiny", "modernbert", num_hidden_layers=4, local_attention=8)
+    genuine, control = list_layers(load(folder).model), list_layers(load(folder, "shuffled-layers", 0).model)
+    assert genuine[0].keys() != genuine[1].keys()
+    assert is_same(genuine[0], control[0])
+    order = [next(place for place in (1, 2, 3) if is_same(genuine[place], found)) for found in control[1:]]
+    assert sorted(order) == [1, 2, 3]
+    assert order != sorted(order)
+    kept = [is_same(*pair) for pair in zip(genuine, list_layers(load(folder, "half-random", 5).model), strict=True)]
+    assert kept.count(True) == 2
+
+
+@pytest.mark.parametrize("variant", ["half-random", "shuffled-layers"])
+def test_all_parts_of_a_layer_go_with_it_where_a_model_keeps_them_in_lists_of_their_own(build_model, tmp_path, variant):
+    folder = build_model(
+        tmp_path / "tiny", "xlm", emb_dim=32, n_heads=4, n_layers=4, n_words=300, num_hidden_layers=4, pad_token_id=0
+    )
+    genuine, control = (dict(load(folder, *chosen).model.named_parameters()) for chosen in ((), (variant, 5)))
+
+    def find_changed(part):
+        pattern = re.compile(rf"(?:.*\.)?{part}\.(\d+)\.")
+        names = [name for name in genuine if pattern.match(name) and genuine[name].dim() == 2]
+        assert names
+        return {pattern.match(name)[1] for name in names if not torch.equal(genuine[name], control[name])}
+
+    assert find_changed("attentions") == find_changed("ffns")
+    assert len(find_changed("ffns")) >= 2
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

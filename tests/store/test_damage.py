@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.readers import open_dataset
-from pipeline.store.folder import open_store
+from pipeline.store.layout import open_store
 from pipeline.store.open import StoredVersion
 from pipeline.store.verify import verify_version
 from pipeline.store.versions import resolve_ref

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipeline.readers import list_datasets, open_dataset
-from pipeline.store.folder import open_store
+from pipeline.store.layout import open_store
 from pipeline.store.verify import verify_version
 from pipeline.store.versions import resolve_ref
 from tests.conftest import PROJECT

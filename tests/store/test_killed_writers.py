@@ -12,7 +12,7 @@ import pytest
 from pipeline.materialize import materialize
 from pipeline.readers import open_dataset
 from pipeline.store.catalog import list_datasets
-from pipeline.store.folder import open_store, open_store_for_writing
+from pipeline.store.layout import open_store, open_store_for_writing
 from pipeline.store.verify import verify_version
 from pipeline.store.versions import resolve_ref
 from pipeline.store.writer import own_work

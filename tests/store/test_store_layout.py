@@ -12,7 +12,7 @@ import zarr
 
 from pipeline.readers import open_dataset
 from pipeline.store.catalog import list_datasets
-from pipeline.store.folder import open_store
+from pipeline.store.layout import open_store
 from pipeline.store.verify import verify_version
 from pipeline.store.versions import resolve_ref
 

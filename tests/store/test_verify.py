@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import zarr
 
-from pipeline.store.folder import open_store
+from pipeline.store.layout import open_store
 from pipeline.store.samples import write_samples
 from pipeline.store.verify import verify_version
 from pipeline.store.versions import resolve_ref
@@ -48,7 +48,8 @@ def record_again(store: Path) -> None:
         data = file.read_bytes()
         return {"sha256": sha256(data).hexdigest(), "num_bytes": len(data)}
 
-    manifest["objects"] = {name: describe(group / name) for name in manifest["objects"]}
+    files = {path.relative_to(group).as_posix(): path for path in group.rglob("*") if path.is_file()}
+    manifest["objects"] = {name: describe(path) for name, path in files.items() if name != "run.json"}
     manifest["samples"] = describe(store / manifest["samples_path"])
     del manifest["manifest_sha256"]
     manifest["manifest_sha256"] = compute_manifest_digest(manifest)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.store.catalog import list_datasets
-from pipeline.store.folder import StoreFolder, open_store_for_writing
+from pipeline.store.layout import Store, open_store_for_writing
 from pipeline.store.versions import list_versions, publish_version, resolve_ref, tag_version
 from storage_schema.errors import CorruptedObjectError, DatasetNotFoundError, InvalidNameError, NewerFormatError
 from storage_schema.manifest import Counts, Manifest, StoredObject
@@ -38,16 +38,16 @@ def describe(**changes) -> Manifest:
 
 
 @pytest.fixture
-def store(tmp_path) -> StoreFolder:
+def store(tmp_path) -> Store:
     return open_store_for_writing(tmp_path / "store")
 
 
-def publish_all(store: StoreFolder, barrier, limits: list[int], outcomes) -> None:
+def publish_all(store: Store, barrier, limits: list[int], outcomes) -> None:
     barrier.wait()
     outcomes.put([(limit, publish_version(store, describe(limit=limit)).number) for limit in limits])
 
 
-def publish_together(store: StoreFolder, work: list[list[int]]) -> list[tuple[int, int]]:
+def publish_together(store: Store, work: list[list[int]]) -> list[tuple[int, int]]:
     barrier, outcomes = CONTEXT.Barrier(len(work)), CONTEXT.Queue()
     processes = [CONTEXT.Process(target=publish_all, args=(store, barrier, limits, outcomes)) for limits in work]
     for process in processes:
@@ -64,7 +64,7 @@ def test_recipes_published_at_once_get_different_numbers_and_none_is_lost(store)
     assert sorted(number for _, number in results) == list(range(1, 49))
     stored = {version.number: version.manifest.recipe.limit for version in list_versions(store, DATASET)}
     assert stored == {number: limit for limit, number in results}
-    assert not list(store.path.rglob("*.partial"))
+    assert not list(store.objects.path.rglob("*.partial"))
 
 
 def test_one_recipe_published_by_many_at_once_is_one_version(store):
@@ -76,7 +76,7 @@ def test_one_recipe_published_by_many_at_once_is_one_version(store):
 
 def test_publishing_again_gives_the_first_version_and_changes_nothing(store):
     first = publish_version(store, describe())
-    path = store.dataset_path(DATASET) / "v1.json"
+    path = (store.objects.path / str(DATASET)) / "v1.json"
     before = path.read_bytes(), path.stat().st_mtime_ns
     assert publish_version(store, replace(describe(), model_licence="another")) == first
     assert (path.read_bytes(), path.stat().st_mtime_ns) == before
@@ -85,7 +85,7 @@ def test_publishing_again_gives_the_first_version_and_changes_nothing(store):
 def test_numbers_go_up_past_nine_and_over_gaps(store):
     for limit in range(1, 12):
         publish_version(store, describe(limit=limit))
-    (store.dataset_path(DATASET) / "v4.json").unlink()
+    ((store.objects.path / str(DATASET)) / "v4.json").unlink()
     assert publish_version(store, describe(limit=99)).number == 12
     assert [version.number for version in list_versions(store, DATASET)] == [1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12]
     assert resolve_ref(store, str(DATASET)).number == 12
@@ -108,7 +108,7 @@ def test_a_tag_moves_and_lists_with_its_version(store):
     tag_version(store, first, "also")
     tag_version(store, second, "best")
     assert resolve_ref(store, f"{DATASET}@best") == second
-    assert [entry.tags for entry in list_datasets(store.path)] == [("also",), ("best",)]
+    assert [entry.tags for entry in list_datasets(store.objects.path)] == [("also",), ("best",)]
     with pytest.raises(InvalidNameError, match="reads as"):
         tag_version(store, first, "v7")
 
@@ -179,16 +179,16 @@ def test_texts_that_differ_are_another_version_of_the_same_dataset(tiny_bert, ma
 
 def test_a_damaged_manifest_is_named_wherever_its_dataset_is_read(store):
     publish_version(store, describe())
-    path = store.dataset_path(DATASET) / "v1.json"
+    path = (store.objects.path / str(DATASET)) / "v1.json"
     path.write_bytes(path.read_bytes()[:-20])
-    for action in (lambda: resolve_ref(store, str(DATASET)), lambda: list_datasets(store.path)):
+    for action in (lambda: resolve_ref(store, str(DATASET)), lambda: list_datasets(store.objects.path)):
         with pytest.raises(CorruptedObjectError, match=str(path)):
             action()
 
 
 def test_a_newer_manifest_is_named(store):
     publish_version(store, describe())
-    path = store.dataset_path(DATASET) / "v1.json"
+    path = (store.objects.path / str(DATASET)) / "v1.json"
     path.write_text(json.dumps({**json.loads(path.read_bytes()), "ola_manifest": 99}))
     with pytest.raises(NewerFormatError, match=f"{path}: manifest format 99"):
         resolve_ref(store, str(DATASET))
@@ -198,16 +198,16 @@ def test_a_newer_manifest_is_named(store):
 def test_one_bad_manifest_leaves_the_versions_beside_it_readable_by_number(damage, store):
     first = publish_version(store, describe(limit=1))
     publish_version(store, describe(limit=2))
-    path = store.dataset_path(DATASET) / "v2.json"
+    path = (store.objects.path / str(DATASET)) / "v2.json"
     path.write_text('{"ola_manifest": 99}' if damage == "newer" else "{")
     assert resolve_ref(store, f"{DATASET}@v1") == first
 
 
 def test_a_manifest_under_another_datasets_name_is_refused(store):
     publish_version(store, describe())
-    other = store.path / "other" / "lines" / "all"
+    other = store.objects.path / "other" / "lines" / "all"
     other.mkdir(parents=True)
-    (other / "v1.json").write_bytes((store.dataset_path(DATASET) / "v1.json").read_bytes())
+    (other / "v1.json").write_bytes(((store.objects.path / str(DATASET)) / "v1.json").read_bytes())
     with pytest.raises(CorruptedObjectError, match="other/lines/all"):
         resolve_ref(store, "other/lines/all")
 
@@ -215,7 +215,7 @@ def test_a_manifest_under_another_datasets_name_is_refused(store):
 @pytest.mark.parametrize("record", [b"", b"{}", b"[]", b'{"fingerprint": ""}', b'{"fingerprint": 5}'])
 def test_a_damaged_tag_is_named(record, store):
     tag_version(store, publish_version(store, describe()), "best")
-    path = store.dataset_path(DATASET) / "_tags" / "best.json"
+    path = (store.objects.path / str(DATASET)) / "_tags" / "best.json"
     path.write_bytes(record)
     with pytest.raises(CorruptedObjectError, match=f"{path} is not a tag"):
         resolve_ref(store, f"{DATASET}@best")

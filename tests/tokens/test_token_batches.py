@@ -110,3 +110,12 @@ def test_a_token_that_equals_the_pad_id_is_no_padding():
     ((_, input_ids, mask),) = iter_batches(tokens, 0, 2, 100)
     assert input_ids.tolist() == [[0, 1, 2], [3, 4, 1]]
     assert mask.tolist() == [[1, 1, 1], [1, 1, 0]]
+
+
+@quick
+@given(all_lengths, budgets, st.integers(1, 60))
+def test_short_and_long_samples_share_no_batch(lengths, batch_tokens, short_length):
+    batches = plan_batches(lengths, batch_tokens, short_length)
+    assert sorted(position for batch in batches for position in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert len({lengths[position] > short_length for position in batch}) == 1
