@@ -109,9 +109,9 @@ class OlaDataset(torch.utils.data.Dataset[Item]):
         return self._cells.cache_path is not None
 
     @property
-    def is_local(self) -> bool:
-        """Whether the version lies in a folder of this machine: only then may a process that has read it be forked."""
-        return self._opened.is_local
+    def may_fork(self) -> bool:
+        """Whether a forked process can go on reading."""
+        return self._store.objects.is_local
 
     def __len__(self) -> int:
         return self.manifest.counts.samples
@@ -143,7 +143,7 @@ class OlaDataset(torch.utils.data.Dataset[Item]):
                 raise IndexError(f"{self.ref} has {size} samples, asked for {index}")
         return [index % size for index in indices]
 
-    def __getitems__(self, indices: Sequence[int]) -> "Sequence[Item]":
+    def __getitems__(self, indices: Sequence[int]) -> "_Items":
         """The samples at `indices`, read when they are looked at; `collate` reads them in one go.
 
         torch's DataLoader asks for a batch in this way.
@@ -251,7 +251,7 @@ class OlaDataset(torch.utils.data.Dataset[Item]):
         cells: Int[ndarray, "2 cells"] = np.stack(np.tril_indices(int(self._lengths.max())))
         return cells
 
-    def collate(self, items: Sequence[Item], pad_to_multiple_of: int = 1) -> Batch:
+    def collate(self, items: "_Items | Sequence[Item]", pad_to_multiple_of: int = 1) -> Batch:
         """The items as one batch, padded on the right to the longest, rounded up to a multiple."""
         if isinstance(items, _Items):
             return items.dataset.read_batch(items.indices, pad_to_multiple_of)

@@ -112,9 +112,9 @@ class JoinedDataset(torch.utils.data.Dataset[tuple[Item, ...]]):
         return all(dataset.shares_cache for dataset in self.datasets)
 
     @property
-    def is_local(self) -> bool:
-        """Whether all of them lie in folders of this machine."""
-        return all(dataset.is_local for dataset in self.datasets)
+    def may_fork(self) -> bool:
+        """Whether a forked process can go on reading all of them."""
+        return all(dataset.may_fork for dataset in self.datasets)
 
     def with_cache(self, path: Path | None, least_blocks: int) -> "JoinedDataset":
         """The same join of `OlaDataset.with_cache`."""

@@ -32,13 +32,13 @@ class BatchSource(Protocol[Batches]):
     @property
     def fingerprint(self) -> str: ...
     @property
-    def is_local(self) -> bool: ...
-    @property
     def shares_cache(self) -> bool: ...
     @property
     def cache_bytes(self) -> int: ...
     @property
     def block_bytes(self) -> int: ...
+    @property
+    def may_fork(self) -> bool: ...
     def __len__(self) -> int: ...
     def locate_blocks(self) -> Int[ndarray, " S"]: ...
     def with_cache(self, path: Path | None, least_blocks: int) -> "BatchSource[Batches]": ...
@@ -93,8 +93,8 @@ class Loader(Generic[Batches]):
             drop_last: leaves out the last samples of an epoch that do not fill a batch on every rank. Without it they
                 are spread evenly over the ranks, none twice, and a rank may get a smaller last batch or none.
             rank: which part of each step this process takes, of `world_size`.
-            start_method: how workers start: `fork`, `spawn` or `forkserver`; default the platform's. Workers of a store
-                in a bucket are spawned in place of forked, with a warning.
+            start_method: how workers start: `fork`, `spawn` or `forkserver`; default the platform's. Where the store is
+                a bucket, `spawn` takes the place of `fork`, with a warning.
 
         Raises:
             InvalidRecipeError: a number is out of range.
@@ -227,8 +227,8 @@ class Loader(Generic[Batches]):
 class _CellReader(torch.utils.data.Dataset[Any]):
     """The stored cells of whole batches, as a loader's worker reads them.
 
-    They are padded where the loader is: a padded batch has some twenty times their bytes, and more than the reading
-    costs the way from process to process.
+    They are padded where the loader is: a padded batch has fifteen times their bytes, or thirty, and its way from
+    process to process costs more than reading it.
     """
 
     def __init__(self, source: BatchSource[Any]) -> None:
@@ -246,13 +246,12 @@ def _hand_on(cells: Any) -> Any:
     return cells
 
 
-def _choose_start_method(asked: str | None, dataset: BatchSource[Any]) -> str:
-    method = asked or multiprocessing.get_start_method()
-    if method == "fork" and not dataset.is_local:
-        warnings.warn(
-            f"{dataset.ref} is read from a bucket, and its client hangs in forked processes: workers start by "
-            '`spawn`, so keep the script\'s own work under `if __name__ == "__main__":`',
-            stacklevel=3,
-        )
-        return "spawn"
-    return method
+def _choose_start_method(asked: str | None, dataset: BatchSource[Any]) -> str | None:
+    if dataset.may_fork or (asked or multiprocessing.get_start_method()) != "fork":
+        return asked
+    warnings.warn(
+        f"{dataset.ref} is read from a bucket, and its client hangs in forked processes: workers start by `spawn`, so "
+        'keep the script\'s own work under `if __name__ == "__main__":`',
+        stacklevel=3,
+    )
+    return "spawn"

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -46,17 +47,12 @@ class StoredVersion:
             CorruptedObjectError: an object has another size than recorded. (Zarr would read either as fill values.)
         """
         self.store, self.version, self.manifest = store, version, version.manifest
-        self._group = store.group_key(self.manifest.dataset, self.manifest.recipe.fingerprint)
+        self._prefix = store.group_key(self.manifest.dataset, self.manifest.recipe.fingerprint)
         self._dtype = np.dtype(self.manifest.recipe.store_dtype).newbyteorder("<")
         self._checked: dict[str, _File] = {}
         self._described: dict[str, dict[str, Any]] = {}
         self._shard_indexes: dict[str, UInt64[ndarray, "chunks 2"]] = {}
         check_presence(store, version)
-
-    @property
-    def is_local(self) -> bool:
-        """Whether objects are read from this machine's own folders, so that a process may be forked while it reads."""
-        return self.store.objects.is_local
 
     @cached_property
     def index(self) -> dict[str, Shaped[ndarray, "..."]]:
@@ -149,14 +145,14 @@ class StoredVersion:
         if describe_bytes(data) != stored:
             self._check_size(key)
             raise CorruptedObjectError(
-                f"{self.version.ref}: object {self._describe(key)} is not the one that was written (its SHA-256 "
-                f"differs); {describe_remedy(self.version)}"
+                f"{self.version.ref}: object {self._describe(key)} is not the one that was written "
+                f"(its SHA-256 differs); {describe_remedy(self.version)}"
             )
         self._checked[key] = file
         return data
 
     def _read_part(self, key: str, start: int, num_bytes: int) -> tuple[bytes, _File]:
-        path = self.store.objects.localize(f"{self._group}/{key}", self.manifest.objects[key])
+        path = self._locate(key)
         try:
             descriptor = os.open(path, os.O_RDONLY)
             try:
@@ -172,11 +168,14 @@ class StoredVersion:
             ) from None
         return data, (status.st_ino, status.st_mtime_ns, status.st_size)
 
+    def _locate(self, key: str) -> Path:
+        return self.store.objects.localize(f"{self._prefix}/{key}", self.manifest.objects[key])
+
     def _describe(self, key: str) -> str:
-        return self.store.describe(f"{self._group}/{key}")
+        return self.store.describe(f"{self._prefix}/{key}")
 
     def _check_size(self, key: str) -> None:
-        check_size(self.store, self.version, f"{self._group}/{key}", self.manifest.objects[key].num_bytes)
+        check_size(self.store, self.version, f"{self._prefix}/{key}", self.manifest.objects[key].num_bytes)
 
     def _decode(self, key: str, decode: Callable[..., _T], *arguments: Any) -> _T:
         try:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,15 @@ def test_an_up_to_date_version_costs_no_model_and_writes_nothing(tiny_llama, lin
     assert read_objects(url) == before
 
 
+@pytest.fixture
+def own_forkserver():
+    """A fork server of this test alone: one that an earlier test started has that test's environment."""
+    forkserver._forkserver._stop()
+    yield
+    forkserver._forkserver._stop()
+
+
+@pytest.mark.usefixtures("own_forkserver")
 @pytest.mark.parametrize(("num_workers", "start_method"), [(0, None), (2, "spawn"), (2, "forkserver")])
 def test_a_loader_reads_from_a_bucket_what_it_reads_from_a_folder(num_workers, start_method, url, folder):
     options = {"batch_size": 4, "shuffle": True, "seed": 3}
