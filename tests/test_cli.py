@@ -224,7 +224,7 @@ def test_stores_that_cannot_be_used_are_refused(tiny_bert, lines_file, tmp_path,
         (a_file / "below", "cannot be written"),
         (foreign, "is no store"),
         (newer, "format 99, this release reads up to 1"),
-        ("s3://bucket/store", "is a URL"),
+        ("gs://bucket/store", "cannot be used: a store is a folder, or s3://bucket/prefix"),
         ("/proc/no-store", "cannot be written"),
     ):
         assert materialize(tiny_bert, f"text:{lines_file}", store) == 2

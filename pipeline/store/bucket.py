@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
 
 import obstore
 from obstore.exceptions import (
@@ -40,6 +39,10 @@ _Answer = TypeVar("_Answer")
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX_PART = re.compile(r"[A-Za-z0-9_+=-][A-Za-z0-9._+=-]*")
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_ENDPOINT = re.compile(
+    r"(https?)://(?:[^@/?#\s]*@)?([A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\])(?::(\d{1,5}))?(?:/[!-~]*)?", re.IGNORECASE
+)
 _SERVER_CODE = re.compile(r"<Code>([A-Za-z]{1,60})</Code>")
 _NO_BUCKET = "<Code>NoSuchBucket</Code>"
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -228,7 +231,7 @@ class BucketObjects:
                 self.bucket,
                 conditional_put="etag",
                 checksum_algorithm="SHA256",
-                client_options={"allow_http": _find_endpoint().startswith("http://"), "timeout": time},
+                client_options={"allow_http": _find_endpoint()[0] == "http", "timeout": time},
                 retry_config={"max_retries": _RETRIES},
             )
         return self._clients[time]
@@ -249,16 +252,23 @@ class BucketObjects:
         raise StoreUnavailableError(f"{self.describe(key)}: {problem}")
 
 
-def _find_endpoint() -> str:
-    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-    return next((os.environ[name] for name in names if os.environ.get(name)), "")
+def _find_endpoint() -> tuple[str, str]:
+    """The scheme and the host of the server that the environment names; Amazon's where it names none."""
+    name = next((name for name in _ENDPOINTS if os.environ.get(name)), None)
+    if name is None:
+        return "https", "Amazon S3"
+    # A client that is given anything else aborts with a stack of its own, which repeats it.
+    match = _ENDPOINT.fullmatch(os.environ[name])
+    if not match or int(match[3] or 0) >= 2**16:
+        raise StoreAccessError(f"{name} is no server's URL: expected http://host:port or https://host[:port][/path]")
+    return match[1].lower(), match[2]
 
 
 def _explain(error: Exception) -> str:
     text = str(error)
     code, status = _SERVER_CODE.search(text), _STATUS.search(text)
     answer = " ".join(match[1] for match in (status, code) if match)
-    server = urlsplit(_find_endpoint()).hostname or "Amazon S3"
+    _, server = _find_endpoint()
     if _NO_BUCKET in text:
         return f"{server} has no such bucket; make it, or look at AWS_ENDPOINT_URL"
     if isinstance(error, PermissionDeniedError | UnauthenticatedError) or answer[:3] in ("401", "403"):

@@ -99,9 +99,14 @@ class Lease:
                     continue  # the next beat, or the owner's own check, asks again
 
     def _renew(self) -> None:
-        if not self._put(self._etag):
+        while not self._put(self._etag):
             found = self._read()
-            self._is_lost = found is None or not self._recognize(found)
+            if found is None or found[0] != self._owner:
+                self._is_lost = True
+                return
+            if self._recognize(found):
+                return
+            self._etag = found[2]  # of an earlier beat, which was thought to have failed
 
     def _put(self, etag: str | None) -> bool:
         self._began = time.monotonic()

@@ -2,7 +2,8 @@
 
 It answers one request at a time: only so are moto's conditional puts as atomic as those of S3. Three access keys are
 special, which moto alone would take like any other: `READONLY` may not write; `WRONG` is answered as S3 answers a wrong
-signature, with everything that it was sent; of `LOSSY` every other conditional put is done, but answered by an error.
+signature, with everything that it was sent; of `LOSSY` every other conditional put is done, but answered by an error,
+and of `LOSSY-BEATS` every other put on an ETag.
 """
 
 import sys
@@ -33,7 +34,8 @@ def _serve(environ, start_response):
         return _refuse("SignatureDoesNotMatch", str(dict(request.headers)))(environ, start_response)
     if "Credential=READONLY" in credentials and request.method not in ("GET", "HEAD"):
         return _refuse("AccessDenied")(environ, start_response)
-    if "Credential=LOSSY" in credentials and (request.if_match or request.if_none_match) and next(_turns):
+    creates = request.if_none_match and "Credential=LOSSY-BEATS" not in credentials
+    if "Credential=LOSSY" in credentials and (request.if_match or creates) and next(_turns):
         Response.from_app(_application, environ)
         return Response(status=500)(environ, start_response)
     return _application(environ, start_response)

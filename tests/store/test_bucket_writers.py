@@ -16,7 +16,7 @@ from pipeline.store.layout import connect, open_store, open_store_for_writing
 from pipeline.store.objects import describe_bytes
 from pipeline.store.verify import verify_version
 from pipeline.store.versions import publish_version, resolve_ref
-from storage_schema.errors import DatasetNotFoundError, LostOwnershipError
+from storage_schema.errors import DatasetNotFoundError, LostOwnershipError, StoreUnavailableError
 from tests.store.test_versions_and_tags import describe
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -219,6 +219,20 @@ def test_an_owner_recognizes_its_own_beat_when_the_answer_was_lost(bucket, monke
             time.sleep(SHORT_LEASE / 2)
             owner.check()
     assert list_work(bucket) == []
+
+
+def test_an_owner_whose_beat_seemed_to_fail_but_did_not_still_owns(bucket, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "LOSSY-BEATS")
+    monkeypatch.setattr("pipeline.store.bucket._RETRIES", 0)
+    heard = []
+    with connect(bucket).own("_work/a", lambda: None) as owner:
+        for _ in range(6):
+            time.sleep(SHORT_LEASE / 3)
+            try:
+                owner.check()
+            except StoreUnavailableError as error:
+                heard.append(str(error))
+    assert any("500" in message for message in heard)
 
 
 def test_a_late_put_of_a_former_owner_does_not_go_unseen(bucket):
