@@ -73,6 +73,8 @@ def _run_ola(arguments: list[str], output: Path, notes: Path) -> None:
 
     def note(event: str, values: tuple) -> None:
         if event == "open" and isinstance(values[0], str) and values[2] & (os.O_WRONLY | os.O_RDWR):
+            if os.path.isdir(values[0]):  # noqa: PTH112 - tempfile says the folder in which it makes a file
+                return
             path = values[0]
         elif event in ("os.rename", "os.link"):
             path = values[1]
