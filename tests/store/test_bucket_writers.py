@@ -27,6 +27,8 @@ DATASET = "tiny-bert/lines/all"
 SHORT_LEASE = 3.0
 PATIENCE = 120
 
+pytestmark = pytest.mark.slow  # processes that start, stand still and are killed: minutes
+
 
 @pytest.fixture(autouse=True)
 def _short_lease(monkeypatch):
@@ -96,7 +98,7 @@ def assert_whole(url: str, undisturbed: bytes) -> None:
     assert list_work(url) == []
 
 
-@pytest.mark.parametrize("records", [4, *(pytest.param(records, marks=pytest.mark.slow) for records in (0, 1, 8))])
+@pytest.mark.parametrize("records", [0, 1, 4, 8])
 def test_a_kill_shows_nothing_unfinished_and_a_rerun_does_only_what_is_missing(
     records, tiny_bert, lines_file, bucket, undisturbed, start
 ):
