@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from pipeline import commands
-from pipeline.commands import complain
+from pipeline.commands import materialize, registries, stored
+from pipeline.commands.terminal import complain
 from pipeline.store.catalog import choose_store
 from storage_schema.errors import OlaError
 from storage_schema.recipe import COMPUTE_DTYPES, STORE_DTYPES, VARIANTS
@@ -29,10 +29,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     before = signal.signal(signal.SIGTERM, _raise_terminated)
     try:
-        return int(options.run(options))
+        code = int(options.run(options))
+        sys.stdout.flush()
+        return code
     except OlaError as error:
         complain(str(error))
         return error.exit_code
+    except BrokenPipeError:
+        # Whoever read the output has gone (`ola ls | head`); at exit Python would complain of what is left.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except OSError as error:
         place = error.filename or f"the store {choose_store(getattr(options, 'store', None))}"
         complain(f"{error.strerror or error}: {place}; mend it and run the same command again")
@@ -67,29 +73,29 @@ def _build_parser() -> argparse.ArgumentParser:
             command.add_argument("--store", help="a folder or s3://bucket/prefix (default: OLA_STORE, else data/store)")
         return command
 
-    command = add("materialize", commands.materialize, "run a model over a corpus and store its maps", store=True)
+    command = add("materialize", materialize.materialize, "run a model over a corpus and store its maps", store=True)
     _add_materialize_options(command)
     command = add(
-        "models", commands.list_models, "list the models that have a name here, or look into one", store=False
+        "models", registries.list_models, "list the models that have a name here, or look into one", store=False
     )
     command.add_argument("model", metavar="MODEL", nargs="?", help="load it and say how its attention is read")
     command.add_argument("--device", default="auto")
     command.add_argument("--json", action="store_true")
-    command = add("corpora", commands.list_corpora, "list the corpora that have a name here", store=False)
+    command = add("corpora", registries.list_corpora, "list the corpora that have a name here", store=False)
     command.add_argument("--json", action="store_true")
-    add("ls", commands.list_stored, "list what a store holds", store=True).add_argument("--json", action="store_true")
-    command = add("show", commands.show, "show one version", store=True)
+    add("ls", stored.list_stored, "list what a store holds", store=True).add_argument("--json", action="store_true")
+    command = add("show", stored.show, "show one version", store=True)
     command.add_argument("ref", metavar="REF")
     command.add_argument("--json", action="store_true", help="the whole manifest")
-    command = add("verify", commands.verify, "check a version: digests, row sums, triangle, samples", store=True)
+    command = add("verify", stored.verify, "check a version: digests, row sums, triangle, samples", store=True)
     command.add_argument("ref", metavar="REF")
     command.add_argument("--recompute", type=int, metavar="N", help="also run the LM on N samples again and compare")
     command.add_argument("--model", help="with --recompute: the model's directory, where it is a local one")
     command.add_argument("--device", default="auto")
-    command = add("tag", commands.tag, "let a name stand for a version", store=True)
+    command = add("tag", stored.tag, "let a name stand for a version", store=True)
     command.add_argument("ref", metavar="REF")
     command.add_argument("name", metavar="NAME")
-    command = add("plot", commands.plot, "draw the maps of one sample", store=True)
+    command = add("plot", stored.plot, "draw the maps of one sample", store=True)
     command.add_argument("ref", metavar="REF")
     command.add_argument("--sample", type=int, required=True, metavar="I", help="its position in the dataset")
     command.add_argument("--maps", help="which of the stored maps (default: all)")

@@ -392,3 +392,11 @@ def test_a_path_too_long_is_refused(name, tiny_bert, lines_file, tmp_path, capsy
     assert materialize(tiny_bert, f"text:{lines_file}", tmp_path / name) == 2
     assert run("ls", "--store", tmp_path / name) == 2
     assert len(capsys.readouterr().err) < 1200
+
+
+def test_a_reader_that_goes_away_is_no_error_of_the_store():
+    process = subprocess.Popen([*OLA, "models", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait() == 1

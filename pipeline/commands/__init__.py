@@ -1,0 +1,1 @@
+"""What each command of `ola` does and prints; every function returns its exit code."""
