@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from pipeline.commands import materialize, registries, stored
+from pipeline.commands import materialize, registries, stored, upkeep
 from pipeline.commands.terminal import complain
 from pipeline.store.catalog import choose_store
 from storage_schema.errors import OlaError
@@ -95,6 +95,17 @@ def _build_parser() -> argparse.ArgumentParser:
     command = add("tag", stored.tag, "let a name stand for a version", store=True)
     command.add_argument("ref", metavar="REF")
     command.add_argument("name", metavar="NAME")
+    command = add("repair", upkeep.repair, "make damaged objects of a version again", store=True)
+    command.add_argument("ref", metavar="REF")
+    command.add_argument("--model", help="the model's directory, where it is a local one")
+    command.add_argument("--corpus", help="the corpus, where it is a file: text:FILE, jsonl:FILE, conllu:FILE")
+    command.add_argument("--device", default="auto")
+    command = add("rm", upkeep.remove, "remove one version, its arrays and its tags", store=True)
+    command.add_argument("ref", metavar="REF", help="with its version, as in DATASET@v3")
+    command = add("gc", upkeep.collect, "say what nothing in a store refers to, or remove it", store=True)
+    command.add_argument("--apply", action="store_true", help="remove it")
+    command.add_argument("--unfinished", action="store_true", help="also unfinished work that no live process is on")
+    command.add_argument("--json", action="store_true")
     command = add("plot", stored.plot, "draw the maps of one sample", store=True)
     command.add_argument("ref", metavar="REF")
     command.add_argument("--sample", type=int, required=True, metavar="I", help="its position in the dataset")

@@ -113,7 +113,7 @@ def materialize_plans(
 def _sweep_journal(store: Store, recipe: Recipe) -> None:
     """Removes what a process left that was killed between publishing its version and removing its journal."""
     if store.has_work(recipe.fingerprint):
-        from pipeline.store.writer import own_work
+        from pipeline.store.ownership import own_work
 
         with own_work(store, recipe):
             store.remove_journal(recipe.fingerprint)
@@ -129,8 +129,9 @@ def _make_version(
 ) -> tuple[Version, bool]:
     """The plan's version, and whether it was made here (another process may have made it while this one waited)."""
     from pipeline.extraction import BatchRunner, build_index, compute_partition, count_losses
+    from pipeline.store.ownership import own_work
     from pipeline.store.samples import write_samples
-    from pipeline.store.writer import VersionWriter, own_work
+    from pipeline.store.writer import VersionWriter
 
     name, recipe = str(plan.dataset), plan.recipe
     began = datetime.now(UTC)

@@ -2,13 +2,14 @@
 
 import numpy as np
 
-from pipeline.ola.identity import identify_model
+from pipeline.ola.identity import ModelIdentity, identify_model
 from pipeline.ola.registry import MODELS
 from pipeline.store.layout import Store
 from pipeline.store.open import StoredVersion
 from pipeline.store.versions import Version
 from storage_schema.arrays import count_cells, name_array, unpack_map
 from storage_schema.errors import InvalidRecipeError, UnknownModelError
+from storage_schema.recipe import Recipe
 from storage_schema.samples import from_table
 
 TOLERANCE = 1e-5
@@ -37,18 +38,7 @@ def recompute_samples(
     recipe = version.manifest.recipe
     if num_samples < 1:
         raise InvalidRecipeError(f"asked to recompute {num_samples} samples; expected 1 or more")
-    kind, _, revision = recipe.model_revision.partition(":")
-    pinned = f"{recipe.model}@{revision}" if kind == "commit" and recipe.model not in MODELS else recipe.model
-    try:
-        identity = identify_model(model or pinned, trust_remote_code=recipe.trust_remote_code)
-    except UnknownModelError as error:
-        raise UnknownModelError(f"{error}; name a local model's directory with --model path/to/model") from None
-    for what, found, expected in (
-        ("revision", identity.revision, recipe.model_revision),
-        ("tokenizer", identity.tokenizer_sha256, recipe.tokenizer_sha256),
-    ):
-        if found != expected:
-            raise InvalidRecipeError(f"{identity.name} has {what} {found}, {version.ref} was made with {expected}")
+    identity = find_model(recipe, model)
     opened = StoredVersion(store, version)
     count = version.manifest.counts.samples
     chosen = sorted(set(np.linspace(0, count - 1, min(num_samples, count), dtype=int).tolist()))
@@ -91,3 +81,28 @@ def recompute_samples(
                 worst = float(np.abs(kept - anew[column]).max())
                 differences.append(f"{where}, {name_array(name)}: differs by up to {worst:.1e} from the LM's")
     return differences
+
+
+def find_model(recipe: Recipe, model: str | None = None) -> ModelIdentity:
+    """The model that a recipe was run with.
+
+    Args:
+        model: where to load it from, if it is a local directory; default the name in the recipe.
+
+    Raises:
+        UnknownModelError: there is no such model here.
+        InvalidRecipeError: the model found has another revision or tokenizer.
+    """
+    kind, _, revision = recipe.model_revision.partition(":")
+    pinned = f"{recipe.model}@{revision}" if kind == "commit" and recipe.model not in MODELS else recipe.model
+    try:
+        identity = identify_model(model or pinned, trust_remote_code=recipe.trust_remote_code)
+    except UnknownModelError as error:
+        raise UnknownModelError(f"{error}; name a local model's directory with --model path/to/model") from None
+    for what, found, expected in (
+        ("revision", identity.revision, recipe.model_revision),
+        ("tokenizer", identity.tokenizer_sha256, recipe.tokenizer_sha256),
+    ):
+        if found != expected:
+            raise InvalidRecipeError(f"{identity.name} has {what} {found}, the version was made with {expected}")
+    return identity

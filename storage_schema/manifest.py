@@ -1,4 +1,7 @@
-"""The manifest: the record of one finished version, written last, with the digest and size of every object."""
+"""The manifest: the record of one finished version, written last, with the digest and size of every object.
+
+A version that was removed leaves a tombstone in its manifest's place, so that its number is never given again.
+"""
 
 import hashlib
 import json
@@ -10,7 +13,9 @@ from storage_schema.errors import CorruptedObjectError, NewerFormatError
 from storage_schema.recipe import Recipe, encode_canonical
 from storage_schema.refs import Dataset
 
-MANIFEST_FORMAT = 1
+MANIFEST_FORMAT = 2
+"""Format 1 does not say which version it is of."""
+TOMBSTONE_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,8 @@ class Manifest:
     """By array name."""
     model_licence: str
     corpus_licence: str
+    number: int | None = None
+    """N of `vN`; None before it is published, and in format 1."""
 
     def __post_init__(self) -> None:
         if self.folder != self.recipe.fingerprint[:16]:
@@ -90,12 +97,14 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """The manifest as JSON values, with its format number, its recipe's fingerprint and its own digest."""
         values = {
-            "ola_manifest": MANIFEST_FORMAT,
+            "ola_manifest": 1 if self.number is None else MANIFEST_FORMAT,
             "fingerprint": self.recipe.fingerprint,
             **asdict(self),
             "dataset": str(self.dataset),
             "recipe": self.recipe.to_json(),
         }
+        if self.number is None:
+            del values["number"]
         return {**values, "manifest_sha256": compute_manifest_digest(values)}
 
     def encode(self) -> bytes:
@@ -126,6 +135,8 @@ class Manifest:
                 )
             if digest != found:
                 raise CorruptedObjectError(f"its SHA-256 is {found[:16]}..., it says {str(digest)[:16]}...")
+            if (version > 1) != (type(values.get("number")) is int):
+                raise CorruptedObjectError(f"format {version}, with the number {values.get('number')}")
             return cls(
                 dataset=Dataset(*values.pop("dataset").split("/")),
                 recipe=recipe,
@@ -140,10 +151,55 @@ class Manifest:
         except Exception as error:  # a damaged file can hold anything
             raise CorruptedObjectError(
                 f"{where}: not a manifest, or not the one that was written ({type(error).__name__}: {error}); "
-                "restore it from a copy"
+                "`ola repair <dataset>@vN` restores it from the copy beside its arrays"
             ) from None
 
 
 def compute_manifest_digest(values: dict[str, Any]) -> str:
     """SHA-256 (64 hex digits) of the canonical JSON of a manifest's values, apart from this digest itself."""
     return hashlib.sha256(encode_canonical(values)).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tombstone:
+    """What is left of a removed version: its number stays taken, and its recipe can be run again."""
+
+    dataset: Dataset
+    number: int
+    recipe: Recipe
+
+    def encode(self) -> bytes:
+        """The tombstone as it is stored: indented JSON with sorted keys."""
+        values = {
+            "ola_removed": TOMBSTONE_FORMAT,
+            "dataset": str(self.dataset),
+            "number": self.number,
+            "fingerprint": self.recipe.fingerprint,
+            "recipe": self.recipe.to_json(),
+        }
+        return (json.dumps(values, indent=1, sort_keys=True) + "\n").encode()
+
+
+def decode_record(data: bytes, where: str) -> Manifest | Tombstone:
+    """What lies in a manifest's place: the manifest, or the tombstone of a removed version.
+
+    Raises:
+        NewerFormatError: a later release wrote it.
+        CorruptedObjectError: it is neither.
+    """
+    try:
+        values = json.loads(data)
+        version = values["ola_removed"]
+    except (ValueError, KeyError, TypeError):
+        return Manifest.decode(data, where)
+    if type(version) is not int or version > TOMBSTONE_FORMAT:
+        raise NewerFormatError(f"{where}: tombstone format {version}, this release reads up to {TOMBSTONE_FORMAT}")
+    try:
+        dataset, recipe = Dataset(*values["dataset"].split("/")), Recipe.from_json(values["recipe"])
+        if values["fingerprint"] != recipe.fingerprint:
+            raise ValueError(f"its recipe's fingerprint is {recipe.fingerprint[:16]}..., it says another")
+        if type(values["number"]) is not int:
+            raise ValueError(f"its number is {values['number']!r}")
+        return Tombstone(dataset=dataset, number=values["number"], recipe=recipe)
+    except Exception as error:  # a damaged file can hold anything
+        raise CorruptedObjectError(f"{where}: not the record of a removed version ({error})") from None

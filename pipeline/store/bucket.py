@@ -206,6 +206,9 @@ class BucketObjects:
     def sweep(self, prefix: str, *, deep: bool = False) -> None:
         pass  # an upload that was cut off leaves nothing
 
+    def is_owned(self, prefix: str) -> bool:
+        return Lease(self, f"{prefix}.lease").is_renewed()
+
     def own(self, prefix: str, on_wait: Callable[[], None]) -> AbstractContextManager[Lease]:
         return Lease(self, f"{prefix}.lease").hold(on_wait)
 

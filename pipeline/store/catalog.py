@@ -58,6 +58,8 @@ def survey_datasets(store: str | Path | None = None) -> tuple[list[DatasetEntry]
         except OlaError as error:
             damage.append(error)
             continue
+        if version is None:
+            continue
         tags: list[str] = []
         try:
             tags = list_tags(opened, version)

@@ -119,6 +119,19 @@ class FolderObjects:
             partial.replace(path)
         _sync_folder(path.parent)
 
+    def remove(self, key: str) -> None:
+        (self.path / key).unlink(missing_ok=True)
+
+    def is_owned(self, prefix: str) -> bool:
+        try:
+            with (self.path / f"{prefix}.lock").open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
+
     def remove_tree(self, prefix: str) -> None:
         shutil.rmtree(self.path / prefix, ignore_errors=True)
 

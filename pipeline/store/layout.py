@@ -3,8 +3,8 @@
 ola-store.json                                    marker with the format number
 _samples/<corpus>/<split>/<content hash>.parquet  samples with their annotation, once a corpus
 _work/<fingerprint>/, _work/<fingerprint>.*       an unfinished version's journal and owner; gone when it is finished
-<model>/<corpus>/<split>/vN.json                  manifest: its presence is the version
-<model>/<corpus>/<split>/<fingerprint>/           the version's Zarr group
+<model>/<corpus>/<split>/vN.json                  manifest, whose presence is the version, or a tombstone
+<model>/<corpus>/<split>/<fingerprint>/           the version's Zarr group, with a copy of the manifest
 <model>/<corpus>/<split>/_tags/<tag>.json         a tag
 """
 
@@ -20,6 +20,8 @@ from storage_schema.refs import Dataset
 
 STORE_FORMAT = 1
 _MARKER = "ola-store.json"
+MANIFEST_COPY = "manifest.json"
+"""Beside the arrays: what a lost or damaged manifest is restored from."""
 _COLLAPSED_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
@@ -41,6 +43,9 @@ class Store:
 
     def samples_key(self, corpus: str, split: str, content_sha256: str) -> str:
         return f"_samples/{corpus}/{split}/{content_sha256[:16]}.parquet"
+
+    def tag_key(self, dataset: Dataset, tag: str) -> str:
+        return f"{dataset}/_tags/{tag}.json"
 
     def work_key(self, fingerprint: str) -> str:
         return f"_work/{fingerprint[:16]}"

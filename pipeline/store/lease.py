@@ -68,6 +68,16 @@ class Lease:
                     f"sign of life for {LEASE_SECONDS:.0f} seconds; run the same command again to see what became of it"
                 )
 
+    def is_renewed(self) -> bool:
+        """Whether an owner renews the lease; False once it stayed the same for `LEASE_SECONDS`, or is not there."""
+        first, began = self._read(), time.monotonic()
+        while first is not None and time.monotonic() - began < LEASE_SECONDS:
+            time.sleep(LEASE_SECONDS / _BEATS_A_LEASE / 4)
+            found = self._read()
+            if found is None or found[2] != first[2]:
+                return found is not None
+        return False
+
     def _acquire(self, on_wait: Callable[[], None]) -> None:
         seen, since, is_waiting = "", time.monotonic(), False
         while not self._put(None):

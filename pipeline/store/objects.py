@@ -79,6 +79,12 @@ class Objects(Protocol):
     def replace(self, key: str, data: bytes) -> None:
         """Writes an object in one step, over what was there."""
 
+    def remove(self, key: str) -> None:
+        """Removes an object, if it is there."""
+
+    def is_owned(self, prefix: str) -> bool:
+        """Whether a live process owns the prefix; in a bucket this takes as long as its owner gives no sign of life."""
+
     def remove_tree(self, prefix: str) -> None:
         """Removes every object below a prefix, as far as there are any."""
 

@@ -7,7 +7,7 @@ from storage_schema.errors import CorruptedObjectError, MissingObjectError
 
 def describe_remedy(version: Version) -> str:
     """What to do about a damaged version."""
-    return f"`ola verify {version.ref}` lists all damage; restore it from a copy, or materialize elsewhere"
+    return f"`ola verify {version.ref}` lists all damage; `ola repair {version.ref}` mends it"
 
 
 def check_presence(store: Store, version: Version) -> None:

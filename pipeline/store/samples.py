@@ -25,13 +25,18 @@ def write_samples(
     """
     key = store.samples_key(corpus, split, content_sha256)
     if store.objects.find_size(key) is None:
-        buffer = io.BytesIO()
-        pq.write_table(to_table(samples), buffer, compression="zstd")
-        store.objects.put_if_absent(key, buffer.getvalue())
+        store.objects.put_if_absent(key, encode_samples_table(samples))
     data, place = store.objects.read(key), store.describe(key)
     if compute_content_hash(from_table(_read_table(data, place))) != content_sha256:
         raise CorruptedObjectError(f"{place} does not hold the samples of {corpus}/{split}; remove it and run again")
     return key, describe_bytes(data)
+
+
+def encode_samples_table(samples: list[Sample]) -> bytes:
+    """The table's bytes: Parquet, equal for equal samples under one version of Arrow."""
+    buffer = io.BytesIO()
+    pq.write_table(to_table(samples), buffer, compression="zstd")
+    return buffer.getvalue()
 
 
 def read_samples_table(store: Store, key: str, expected: StoredObject) -> pa.Table:
@@ -46,10 +51,13 @@ def read_samples_table(store: Store, key: str, expected: StoredObject) -> pa.Tab
     try:
         data = store.objects.localize(key, expected).read_bytes()
     except OSError:
-        raise MissingObjectError(f"the sample table {place} is missing; restore it from a copy") from None
+        raise MissingObjectError(
+            f"the sample table {place} is missing; `ola repair` makes it again from the corpus"
+        ) from None
     if describe_bytes(data) != expected:
         raise CorruptedObjectError(
-            f"the sample table {place} is not the one that was written: its SHA-256 differs; restore it from a copy"
+            f"the sample table {place} is not the one that was written: its SHA-256 differs; `ola repair` makes it "
+            "again from the corpus"
         )
     return _read_table(data, place)
 

@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from pipeline.store.layout import Store
+from pipeline.store.layout import MANIFEST_COPY, Store
 from pipeline.store.objects import describe_bytes
 from pipeline.store.open import StoredVersion
 from pipeline.store.versions import Version
 from storage_schema.arrays import count_cells, place_samples, plan_partitions, unpack_map
 from storage_schema.errors import DamagedError
+from storage_schema.manifest import StoredObject
 from storage_schema.samples import compute_content_hash, from_table, split_sample_id
 
 ROW_SUM_TOLERANCE = {"float32": 1e-5, "float16": 2.0**-11}
@@ -24,7 +25,7 @@ def verify_version(
     Every object's digest is compared with the manifest, then every map's rows are added up and every index entry and
     sample is checked. Maps are read only where all digests are right.
     """
-    damage = list(_check_digests(store, version))
+    damage = [finding for _, _, finding in find_broken(store, version)]
     if damage:
         return damage
     try:
@@ -34,25 +35,32 @@ def verify_version(
         return [str(error)]
 
 
-def _check_digests(store: Store, version: Version) -> Iterator[str]:
+def find_broken(store: Store, version: Version) -> Iterator[tuple[str, StoredObject, str]]:
+    """Each object that is missing or not as recorded: its key in the store, what is recorded, and what was found.
+
+    The manifest's copy beside the arrays counts; `run.json`, of which nothing is recorded, does not.
+    """
     manifest = version.manifest
     group = store.group_key(manifest.dataset, manifest.recipe.fingerprint)
     expected = {f"{group}/{name}": stored for name, stored in manifest.objects.items()}
     expected[manifest.samples_path] = manifest.samples
+    if manifest.number is not None:
+        expected[f"{group}/{MANIFEST_COPY}"] = describe_bytes(manifest.encode())
     for key, stored in expected.items():
         place = store.describe(key)
         try:
             found = describe_bytes(store.objects.read(key))
         except FileNotFoundError:
-            yield f"{place}: missing"
+            yield key, stored, f"{place}: missing"
             continue
         except OSError as error:
-            yield f"{place}: cannot be read ({error.strerror})"
+            yield key, stored, f"{place}: cannot be read ({error.strerror})"
             continue
         if found.num_bytes != stored.num_bytes:
-            yield f"{place}: {found.num_bytes} bytes, the manifest says {stored.num_bytes}"
+            yield key, stored, f"{place}: {found.num_bytes} bytes, the manifest says {stored.num_bytes}"
         elif found.sha256 != stored.sha256:
-            yield f"{place}: SHA-256 {found.sha256[:16]}..., the manifest says {stored.sha256[:16]}..."
+            sha256 = f"SHA-256 {found.sha256[:16]}..., the manifest says {stored.sha256[:16]}..."
+            yield key, stored, f"{place}: {sha256}"
 
 
 def _check_index(opened: StoredVersion) -> Iterator[str]:

@@ -1,14 +1,14 @@
-"""Versions of a dataset: listing, resolving refs, publishing and tagging."""
+"""Versions of a dataset: listing, resolving refs, publishing, tagging and removing."""
 
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
-from pipeline.store.layout import Store
-from storage_schema.errors import CorruptedObjectError, DatasetNotFoundError
-from storage_schema.manifest import Manifest
+from pipeline.store.layout import MANIFEST_COPY, Store
+from storage_schema.errors import CorruptedObjectError, DatasetNotFoundError, MissingObjectError, OlaError
+from storage_schema.manifest import Manifest, Tombstone, decode_record
 from storage_schema.recipe import Recipe
 from storage_schema.refs import Dataset, Ref, check_tag, parse_ref
 
@@ -28,14 +28,18 @@ class Version:
         return Ref(self.manifest.dataset, f"v{self.number}")
 
 
-def iter_versions(store: Store) -> Iterator[Callable[[], Version]]:
-    """A reader of each manifest in the store, by dataset and number; a reader raises what is wrong with its own."""
-    for folder in _iter_dataset_folders(store):
+def iter_versions(store: Store) -> Iterator[Callable[[], Version | None]]:
+    """A reader of each record in the store, by dataset and number: None where the version was removed.
+
+    A reader raises what is wrong with its own.
+    """
+    for folder in iter_dataset_folders(store):
         for number in _list_numbers(store, folder):
             yield partial(_read_in_place, store, folder, number)
 
 
-def _iter_dataset_folders(store: Store) -> Iterator[str]:
+def iter_dataset_folders(store: Store) -> Iterator[str]:
+    """The keys of all folders that may hold a dataset, sorted."""
     for model in _list_folders(store, ""):
         for corpus in _list_folders(store, model):
             yield from _list_folders(store, corpus)
@@ -46,8 +50,9 @@ def _list_folders(store: Store, prefix: str) -> list[str]:
     return [f"{prefix}/{name}".lstrip("/") for name in sorted(names)]
 
 
-def _read_in_place(store: Store, folder: str, number: int) -> Version:
-    return _read_version(store, Dataset(*folder.split("/")), number)
+def _read_in_place(store: Store, folder: str, number: int) -> Version | None:
+    record = _read_record(store, Dataset(*folder.split("/")), number)
+    return Version(number, record) if isinstance(record, Manifest) else None
 
 
 def list_versions(store: Store, dataset: Dataset) -> list[Version]:
@@ -57,22 +62,31 @@ def list_versions(store: Store, dataset: Dataset) -> list[Version]:
         CorruptedObjectError: a manifest is not what was written.
         NewerFormatError: a later release wrote one.
     """
-    return [_read_version(store, dataset, number) for number in _list_numbers(store, store.dataset_key(dataset))]
+    records = _list_records(store, dataset)
+    return [Version(number, record) for number, record in records if isinstance(record, Manifest)]
 
 
-def _read_version(store: Store, dataset: Dataset, number: int) -> Version:
+def _list_records(store: Store, dataset: Dataset) -> list[tuple[int, Manifest | Tombstone]]:
+    numbers = _list_numbers(store, store.dataset_key(dataset))
+    return [(number, _read_record(store, dataset, number)) for number in numbers]
+
+
+def _read_record(store: Store, dataset: Dataset, number: int) -> Manifest | Tombstone:
     key = _manifest_key(store, dataset, number)
     place = store.describe(key)
     try:
         data = store.objects.read(key)
     except OSError as error:
-        raise CorruptedObjectError(f"{place} cannot be read: {error.strerror}; restore it from a copy") from None
-    manifest = Manifest.decode(data, place)
-    if manifest.dataset != dataset:
         raise CorruptedObjectError(
-            f"{place} is the manifest of {manifest.dataset}, not of {dataset}; put it back there"
+            f"{place} cannot be read: {error.strerror}; `ola repair {dataset}@v{number}` restores it"
+        ) from None
+    record = decode_record(data, place)
+    if record.dataset != dataset or record.number not in (number, None):
+        raise CorruptedObjectError(
+            f"{place} is the record of {record.dataset}@v{record.number}, not of {dataset}@v{number}; "
+            f"`ola repair {dataset}@v{number}` restores the right one"
         )
-    return Version(number, manifest)
+    return record
 
 
 def _manifest_key(store: Store, dataset: Dataset, number: int) -> str:
@@ -99,26 +113,32 @@ def resolve_ref(store: Store, text: str) -> Version:
     """
     ref = parse_ref(text)
     numbers = _list_numbers(store, store.dataset_key(ref.dataset))
+    if ref.number is not None and ref.number not in numbers and find_manifest_copy(store, ref.dataset, ref.number):
+        place = store.describe(_manifest_key(store, ref.dataset, ref.number))
+        raise MissingObjectError(f"{place} is missing, but not its arrays; `ola repair {ref}` restores it")
     if not numbers:
-        known = ", ".join(folder for folder in _iter_dataset_folders(store) if _list_numbers(store, folder)) or "none"
+        known = ", ".join(folder for folder in iter_dataset_folders(store) if _list_numbers(store, folder)) or "none"
         raise DatasetNotFoundError(f"the store {store.describe()} has no dataset {ref.dataset}; it has: {known}")
-    number = numbers[-1] if ref.version == "latest" else ref.number
-    if number in numbers:
-        return _read_version(store, ref.dataset, number)
+    named = reversed(numbers) if ref.version == "latest" else [n for n in numbers if n == ref.number]
+    for number in named:
+        record = _read_record(store, ref.dataset, number)
+        if isinstance(record, Manifest):
+            return Version(number, record)
+        if ref.number is not None:
+            raise DatasetNotFoundError(
+                f"{ref} was removed; the `ola materialize` that made it makes it again, under a new number "
+                f"(fingerprint {record.recipe.fingerprint[:12]})"
+            )
     versions = list_versions(store, ref.dataset)
     chosen: list[Version] = []
-    if ref.number is None:
+    if ref.number is None and ref.version != "latest":
         wanted = ref.version if ref.is_fingerprint else _read_tag(store, ref)
         chosen = [version for version in versions if version.manifest.recipe.fingerprint.startswith(wanted)]
     if len(chosen) != 1:
-        known = ", ".join(f"v{v.number} ({v.manifest.recipe.fingerprint[:12]})" for v in versions)
+        known = ", ".join(f"v{v.number} ({v.manifest.recipe.fingerprint[:12]})" for v in versions) or "none"
         problem = "has no version" if not chosen else "has several versions"
         raise DatasetNotFoundError(f"dataset {ref.dataset} {problem} {ref.version!r}; it has: {known}")
     return chosen[0]
-
-
-def _tag_key(store: Store, dataset: Dataset, tag: str) -> str:
-    return f"{store.dataset_key(dataset)}/_tags/{tag}.json"
 
 
 def _list_tag_names(store: Store, dataset: Dataset) -> list[str]:
@@ -127,7 +147,7 @@ def _list_tag_names(store: Store, dataset: Dataset) -> list[str]:
 
 
 def _read_tag(store: Store, ref: Ref) -> str:
-    key = _tag_key(store, ref.dataset, ref.version)
+    key = store.tag_key(ref.dataset, ref.version)
     try:
         fingerprint = json.loads(store.objects.read(key))["fingerprint"]
         if not re.fullmatch("[0-9a-f]{64}", fingerprint):
@@ -158,7 +178,7 @@ def tag_version(store: Store, version: Version, tag: str) -> None:
     """
     check_tag(tag)
     record = {"fingerprint": version.manifest.recipe.fingerprint}
-    store.objects.replace(_tag_key(store, version.manifest.dataset, tag), json.dumps(record).encode() + b"\n")
+    store.objects.replace(store.tag_key(version.manifest.dataset, tag), json.dumps(record).encode() + b"\n")
 
 
 def publish_version(store: Store, manifest: Manifest) -> Version:
@@ -167,13 +187,94 @@ def publish_version(store: Store, manifest: Manifest) -> Version:
     The step is a put-if-absent of `vN.json`. On a conflict the store is looked at again: where the same recipe has been
     published, that version is the answer, else the next number is tried.
     """
-    data = manifest.encode()
     while True:
         # One look for both questions: whatever is published after it takes the next number, and so makes a conflict.
-        versions = list_versions(store, manifest.dataset)
-        published = [version for version in versions if version.manifest.recipe == manifest.recipe]
-        if published:
-            return published[0]
-        number = versions[-1].number + 1 if versions else 1
-        if store.objects.put_if_absent(_manifest_key(store, manifest.dataset, number), data):
-            return Version(number, manifest)
+        records = _list_records(store, manifest.dataset)
+        for number, record in records:
+            if isinstance(record, Manifest) and record.recipe == manifest.recipe:
+                return Version(number, record)
+        number = records[-1][0] + 1 if records else 1
+        numbered = replace(manifest, number=number)
+        # First beside the arrays, so that no published manifest is ever the only one.
+        store.objects.replace(_copy_key(store, manifest.dataset, manifest.folder), numbered.encode())
+        if store.objects.put_if_absent(_manifest_key(store, manifest.dataset, number), numbered.encode()):
+            return Version(number, numbered)
+
+
+def _copy_key(store: Store, dataset: Dataset, folder: str) -> str:
+    return f"{store.dataset_key(dataset)}/{folder}/{MANIFEST_COPY}"
+
+
+def find_manifest_copy(store: Store, dataset: Dataset, number: int) -> Manifest | None:
+    """The manifest of that version as it lies beside its arrays; None where no intact one says that it is.
+
+    An unfinished version's copy does not count: its number may have become another's.
+    """
+    found = []
+    for folder in list_groups(store, dataset):
+        if not store.has_work(folder):
+            copy = read_manifest_copy(store, dataset, folder)
+            if copy is not None and copy.number == number:
+                found.append(copy)
+    return found[0] if len(found) == 1 else None
+
+
+def list_groups(store: Store, dataset: Dataset) -> list[str]:
+    """The folders of a dataset that are named like a version's group: 16 hex digits."""
+    names = store.objects.list_names(store.dataset_key(dataset))
+    return [name[:-1] for name in names if re.fullmatch("[0-9a-f]{16}/", name)]
+
+
+def read_manifest_copy(store: Store, dataset: Dataset, folder: str) -> Manifest | None:
+    """The manifest beside a group's arrays; None where there is none, or not the one that was written there."""
+    key = _copy_key(store, dataset, folder)
+    try:
+        copy = Manifest.decode(store.objects.read(key), store.describe(key))
+    except (OSError, OlaError):
+        return None
+    return copy if (copy.dataset, copy.folder) == (dataset, folder) else None
+
+
+def restore_manifest(store: Store, ref: Ref) -> bool:
+    """Puts the copy beside a version's arrays in the place of its manifest, if that is missing or damaged.
+
+    Returns:
+        Whether it did; a ref that names no number, and a version that was removed, are left alone.
+
+    Raises:
+        CorruptedObjectError: the manifest is damaged, and there is no copy.
+        NewerFormatError: a later release wrote it.
+    """
+    if ref.number is None:
+        return False
+    try:
+        if ref.number in _list_numbers(store, store.dataset_key(ref.dataset)):
+            _read_record(store, ref.dataset, ref.number)
+            return False
+        copy = find_manifest_copy(store, ref.dataset, ref.number)
+    except CorruptedObjectError:
+        copy = find_manifest_copy(store, ref.dataset, ref.number)
+        if copy is None:
+            raise
+    if copy is None:
+        return False
+    store.objects.replace(_manifest_key(store, ref.dataset, ref.number), copy.encode())
+    return True
+
+
+def list_dangling_tags(store: Store, dataset: Dataset) -> list[str]:
+    """The tags that name a version which is not there."""
+    known = {version.manifest.recipe.fingerprint for version in list_versions(store, dataset)}
+    return [tag for tag in _list_tag_names(store, dataset) if _read_tag(store, Ref(dataset, tag)) not in known]
+
+
+def remove_tag(store: Store, dataset: Dataset, tag: str) -> None:
+    """Removes a tag, if it is there."""
+    store.objects.remove(store.tag_key(dataset, tag))
+
+
+def bury_version(store: Store, version: Version) -> None:
+    """Puts a tombstone in the place of a version's manifest, in one step: no reader sees the version any more."""
+    manifest = version.manifest
+    tombstone = Tombstone(dataset=manifest.dataset, number=version.number, recipe=manifest.recipe)
+    store.objects.replace(_manifest_key(store, manifest.dataset, version.number), tombstone.encode())

@@ -5,8 +5,7 @@ only what is missing; it goes away when the version is published.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,16 +25,6 @@ from storage_schema.recipe import Recipe
 from storage_schema.refs import Dataset
 
 _INDEX_RECORD = "index.json"
-
-
-def own_work(
-    store: Store, recipe: Recipe, on_wait: Callable[[], None] = lambda: None
-) -> AbstractContextManager[Ownership]:
-    """Within it, this process alone works on this recipe in this store.
-
-    Another live owner is waited for (`on_wait` is called once); a killed one holds nothing for long.
-    """
-    return store.objects.own(store.work_key(recipe.fingerprint), on_wait)
 
 
 @dataclass(frozen=True)

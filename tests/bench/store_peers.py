@@ -21,8 +21,9 @@ from pipeline.extraction import build_index, count_losses
 from pipeline.plan import Plan
 from pipeline.readers import open_dataset
 from pipeline.store.layout import open_store_for_writing
+from pipeline.store.ownership import own_work
 from pipeline.store.samples import write_samples
-from pipeline.store.writer import VersionWriter, own_work
+from pipeline.store.writer import VersionWriter
 from pipeline.tokens.encode import TokenTable
 from storage_schema.arrays import CHUNK_CELLS, Packing, count_cells, name_array, pack_map, plan_partitions, unpack_map
 

@@ -8,7 +8,16 @@ from dataclasses import replace
 import pytest
 
 from storage_schema.errors import CorruptedObjectError, NewerFormatError
-from storage_schema.manifest import MANIFEST_FORMAT, Counts, Manifest, MapStatistics, StoredObject
+from storage_schema.manifest import (
+    MANIFEST_FORMAT,
+    TOMBSTONE_FORMAT,
+    Counts,
+    Manifest,
+    MapStatistics,
+    StoredObject,
+    Tombstone,
+    decode_record,
+)
 from storage_schema.recipe import RECIPE_SCHEMA, Recipe
 from storage_schema.refs import Dataset
 
@@ -41,7 +50,9 @@ MANIFEST = Manifest(
     statistics={"order_1": STATISTICS, "rollout": STATISTICS},
     model_licence="Apache-2.0",
     corpus_licence="© nobody, «none»",
+    number=3,
 )
+TOMBSTONE = Tombstone(dataset=MANIFEST.dataset, number=3, recipe=RECIPE)
 
 
 def edit(**changes: object) -> bytes:
@@ -132,6 +143,9 @@ ODD_VALUES = [
     {"objects": {"zarr.json": {"sha256": "e" * 64, "num_bytes": "10"}}},
     {"pad_token_id": "7"},
     {"counts": {**json.loads(MANIFEST.encode())["counts"], "samples": "3"}},
+    {"number": None},
+    {"number": "3"},
+    {"ola_manifest": 1},
     {"unheard_of": 1},
 ]
 
@@ -160,3 +174,30 @@ def test_a_changed_digit_anywhere_is_damage():
     # The manifest decides how bytes are read (packing, pad id, counts), so its own bytes need a check too.
     with pytest.raises(CorruptedObjectError, match="here"):
         Manifest.decode(edit(pad_token_id=MANIFEST.pad_token_id + 1), "here")
+
+
+def test_a_manifest_of_the_first_format_reads_back_as_written_without_a_number():
+    first = replace(MANIFEST, number=None)
+    values = json.loads(first.encode())
+    assert values["ola_manifest"] == 1
+    assert "number" not in values
+    assert Manifest.decode(first.encode(), "here") == first
+
+
+def test_a_tombstone_reads_back_in_a_manifests_place():
+    assert decode_record(TOMBSTONE.encode(), "here") == TOMBSTONE
+    assert decode_record(MANIFEST.encode(), "here") == MANIFEST
+
+
+def test_a_newer_tombstone_is_named_with_both_numbers():
+    newer = {**json.loads(TOMBSTONE.encode()), "ola_removed": TOMBSTONE_FORMAT + 1}
+    with pytest.raises(NewerFormatError, match=f"here: tombstone format {TOMBSTONE_FORMAT + 1}.*{TOMBSTONE_FORMAT}"):
+        decode_record(json.dumps(newer).encode(), "here")
+
+
+@pytest.mark.parametrize("key", ["dataset", "number", "fingerprint", "recipe"])
+def test_a_damaged_tombstone_is_named(key):
+    values = json.loads(TOMBSTONE.encode())
+    for changed in ({k: v for k, v in values.items() if k != key}, {**values, key: "0" * 64}):
+        with pytest.raises(CorruptedObjectError, match="here: not the record of a removed version"):
+            decode_record(json.dumps(changed).encode(), "here")

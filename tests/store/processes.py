@@ -91,6 +91,32 @@ def _run_ola(arguments: list[str], output: Path, notes: Path) -> None:
     sys.exit(main(arguments))
 
 
+def kill_at_change(arguments: list[str], step: int) -> bool:
+    """Whether `ola` came to its `step`-th change of a file: right before it, the process kills itself."""
+    process = CONTEXT.Process(target=_run_until_change, args=(arguments, step), daemon=True)
+    process.start()
+    process.join(PATIENCE)
+    assert process.exitcode in (0, -9), process.exitcode
+    return process.exitcode == -9
+
+
+def _run_until_change(arguments: list[str], step: int) -> None:
+    changes = 0
+
+    def count(event: str, values: tuple) -> None:
+        nonlocal changes
+        is_writing = event == "open" and isinstance(values[0], str) and values[2] & (os.O_WRONLY | os.O_RDWR)
+        if is_writing or event in ("os.rename", "os.link", "os.remove", "os.rmdir"):
+            if changes == step:
+                os.kill(os.getpid(), 9)
+            changes += 1
+
+    from pipeline.cli import main
+
+    sys.addaudithook(count)
+    sys.exit(main(arguments))
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not condition():

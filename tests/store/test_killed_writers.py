@@ -13,9 +13,9 @@ import pytest
 
 from pipeline.materialize import materialize
 from pipeline.store.layout import open_store, open_store_for_writing
+from pipeline.store.ownership import own_work
 from pipeline.store.verify import verify_version
 from pipeline.store.versions import resolve_ref
-from pipeline.store.writer import own_work
 from storage_schema.recipe import Recipe
 from tests.store.processes import CONTEXT, PATIENCE, wait_until
 

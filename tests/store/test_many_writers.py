@@ -1,5 +1,6 @@
 """Processes that materialize overlapping recipes into one store at once share the work and never meet in a shard."""
 
+import json
 import re
 import signal
 import time
@@ -50,18 +51,21 @@ def starter(tiny_bert, tmp_path) -> Starter:
     return Starter(tiny_bert, tmp_path)
 
 
-def read_manifests(store: Path) -> dict[str, bytes]:
-    """Each finished version's record, by fingerprint."""
+def read_manifests(store: Path) -> dict[str, dict]:
+    """Each finished version's record but its number, which is a matter of who was first, by fingerprint."""
     manifests = {}
     for entry in list_datasets(store):
         dataset, _, version = entry.ref.partition("@")
         assert entry.fingerprint not in manifests
-        manifests[entry.fingerprint] = (store / dataset / f"{version}.json").read_bytes()
+        record = json.loads((store / dataset / f"{version}.json").read_bytes())
+        assert f"v{record.pop('number')}" == version
+        del record["manifest_sha256"]
+        manifests[entry.fingerprint] = record
     return manifests
 
 
 @pytest.fixture(scope="module")
-def manifests(tiny_bert, tmp_path_factory) -> dict[str, bytes]:
+def manifests(tiny_bert, tmp_path_factory) -> dict[str, dict]:
     """The records of all overlapping recipes, made one after another."""
     starter = Starter(tiny_bert, tmp_path_factory.mktemp("alone"))
     for number, settings in enumerate(ALONE):
@@ -81,7 +85,7 @@ def read_rows(process: OlaProcess) -> dict[str, bool]:
     return {ref: last != "up to date" for ref, last in ROW.findall(process.printed)}
 
 
-def assert_versions_are_those_made_alone(store: Path, manifests: dict[str, bytes]) -> None:
+def assert_versions_are_those_made_alone(store: Path, manifests: dict[str, dict]) -> None:
     found = read_manifests(store)
     assert {fingerprint: manifests[fingerprint] for fingerprint in found} == found
     numbers: dict[str, list[int]] = {}

@@ -37,8 +37,10 @@ def test_a_finished_store_holds_marker_samples_manifest_and_group_alone(stored):
     store, ref, manifest, group = stored
     dataset = ref.partition("@")[0]
     files = list_files(store)
-    expected = {"ola-store.json", manifest["samples_path"], f"{dataset}/v1.json", f"{dataset}/{group.name}/run.json"}
+    beside = {f"{dataset}/{group.name}/{name}" for name in ("run.json", "manifest.json")}
+    expected = {"ola-store.json", manifest["samples_path"], f"{dataset}/v1.json", *beside}
     assert files == expected | {f"{dataset}/{group.name}/{path}" for path in manifest["objects"]}
+    assert (group / "manifest.json").read_bytes() == (store / dataset / "v1.json").read_bytes()
     assert json.loads((store / "ola-store.json").read_bytes()) == {"ola_store": 1}
     assert manifest["samples_path"] == f"_samples/lines/all/{manifest['recipe']['corpus_sha256'][:16]}.parquet"
     assert group.name == manifest["fingerprint"][:16]
@@ -52,7 +54,7 @@ def test_every_object_is_on_record_with_its_size_and_digest(stored):
     for path, record in recorded.items():
         data = path.read_bytes()
         assert record == {"num_bytes": len(data), "sha256": sha256(data).hexdigest()}
-    assert list_files(group) - set(manifest["objects"]) == {"run.json"}
+    assert list_files(group) - set(manifest["objects"]) == {"run.json", "manifest.json"}
 
 
 def test_there_is_no_zarr_metadata_above_the_version(stored):

@@ -15,7 +15,7 @@ from pipeline.store.samples import write_samples
 from pipeline.store.verify import verify_version
 from pipeline.store.versions import resolve_ref
 from storage_schema.errors import CorruptedObjectError
-from storage_schema.manifest import compute_manifest_digest
+from storage_schema.manifest import Manifest, compute_manifest_digest
 from storage_schema.samples import from_table
 
 TEXTS = [f"Text number {number} of {'rather ' * (number % 3)}few." for number in range(6)]
@@ -49,11 +49,13 @@ def record_again(store: Path) -> None:
         return {"sha256": sha256(data).hexdigest(), "num_bytes": len(data)}
 
     files = {path.relative_to(group).as_posix(): path for path in group.rglob("*") if path.is_file()}
-    manifest["objects"] = {name: describe(path) for name, path in files.items() if name != "run.json"}
+    beside = ("run.json", "manifest.json")
+    manifest["objects"] = {name: describe(path) for name, path in files.items() if name not in beside}
     manifest["samples"] = describe(store / manifest["samples_path"])
     del manifest["manifest_sha256"]
     manifest["manifest_sha256"] = compute_manifest_digest(manifest)
     path.write_text(json.dumps(manifest))
+    (group / "manifest.json").write_bytes(Manifest.decode(path.read_bytes(), "here").encode())
 
 
 def verify(store: Path) -> list[str]:
