@@ -192,8 +192,11 @@ class OlaDataset(torch.utils.data.Dataset[Item]):
 
     def _unpack(self, cells: Float[ndarray, " cells"], lengths: list[int], longest: int) -> Float[Tensor, "B M L L"]:
         # All of them become float32 in one step, and by torch, which does it fifty times as fast as numpy.
-        wide = torch.from_numpy(cells).float().numpy()
+        converted = torch.from_numpy(cells).float()
         num_maps = len(self.maps)
+        if self.manifest.packing == "full" and min(lengths) == longest:  # single items, above all
+            return converted.view(len(lengths), num_maps, longest, longest)
+        wide = converted.numpy()
         maps = np.zeros((len(lengths), num_maps, longest, longest), np.float32)
         first = 0
         for row, length in zip(maps, lengths, strict=True):
