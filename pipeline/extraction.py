@@ -142,9 +142,10 @@ def compute_partition(
     tokens: TokenTable,
     partition: Partition,
     starts: Int[ndarray, " S"],
+    maps: tuple[MapName, ...],
     advance: Callable[[int], None],
 ) -> dict[str, Float[ndarray, " cells"]]:
-    """A partition's cells of each map, by array name, in the stored dtype.
+    """A partition's cells of these maps, by array name, in the stored dtype; a map's do not depend on the others.
 
     Batches are a pure function of the partition's token lengths and the runner's token budget, so that bytes are equal
     from run to run in one environment that has memory enough.
@@ -153,14 +154,14 @@ def compute_partition(
         NonFiniteMapError: a layer's attention is not finite; names sample and layer.
     """
     recipe = plan.recipe
-    columns = {name_array(name): np.empty(partition.num_cells, np.dtype(recipe.store_dtype)) for name in recipe.maps}
+    columns = {name_array(name): np.empty(partition.num_cells, np.dtype(recipe.store_dtype)) for name in maps}
     for indexes, input_ids, mask in iter_batches(
         tokens, partition.start, partition.stop, runner.batch_tokens, model.short_positions
     ):
         if tokens.pad_token_id >= model.num_embeddings:  # a padding token that was added after training
             input_ids[mask == 0] = 0
         try:
-            for first, values in runner.iter_maps(input_ids, mask, recipe.maps, getattr(torch, recipe.store_dtype)):
+            for first, values in runner.iter_maps(input_ids, mask, maps, getattr(torch, recipe.store_dtype)):
                 for row, index in enumerate(indexes[first : first + len(values)]):
                     length, start = int(tokens.lengths[index]), int(starts[index])
                     for column, cells in enumerate(columns.values()):

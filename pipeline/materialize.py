@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from pipeline.plan import Plan, find_finished, plan_versions
 from pipeline.store.layout import Store, check_writable, open_store, open_store_for_writing
 from pipeline.store.presence import check_presence
+from pipeline.store.samples import restore_samples
 from pipeline.store.versions import Version, find_version, tag_version
-from storage_schema.arrays import plan_partitions
+from storage_schema.arrays import name_array, plan_partitions
 from storage_schema.errors import InvalidRecipeError
 from storage_schema.recipe import Recipe
 from storage_schema.refs import check_tag
@@ -99,8 +100,10 @@ def materialize_plans(
     for plan in plans:
         version, is_new = finished.get(plan.dataset), False
         if version is not None:
-            check_presence(open_store(store), version)
-            _sweep_journal(open_store(store), plan.recipe)
+            opened = open_store(store)
+            restore_samples(opened, version.manifest, plan.samples.samples)
+            check_presence(opened, version)
+            _sweep_journal(opened, plan.recipe)
         else:
             opened = open_store_for_writing(store)
             version, is_new = _make_version(plan, opened, model, tokens[plan.dataset], batch_tokens, report)
@@ -129,6 +132,7 @@ def _make_version(
 ) -> tuple[Version, bool]:
     """The plan's version, and whether it was made here (another process may have made it while this one waited)."""
     from pipeline.extraction import BatchRunner, build_index, compute_partition, count_losses
+    from pipeline.reuse import PartitionReuse
     from pipeline.store.ownership import own_work
     from pipeline.store.samples import write_samples
     from pipeline.store.writer import VersionWriter
@@ -157,14 +161,25 @@ def _make_version(
         missing = writer.list_missing()
         progress = _Progress(report, name, num_samples)
         runner = BatchRunner(model, batch_tokens, partial(report, name, "halve"))
+        reuse = PartitionReuse(store, plan, tokens, _describe_environment(model, runner))
         progress.advance(num_samples - sum(partition.stop - partition.start for partition in missing))
         for partition in missing:
-            writer.write_partition(
-                partition,
-                compute_partition(plan, model, runner, tokens, partition, index["start"], progress.advance),
-            )
+            cells = reuse.read_partition(partition)
+            if absent := tuple(name for name in recipe.maps if name_array(name) not in cells):
+                cells |= compute_partition(
+                    plan, model, runner, tokens, partition, index["start"], absent, progress.advance
+                )
+            else:
+                progress.advance(partition.stop - partition.start)
+            writer.write_partition(partition, cells)
         version = writer.finish(
-            run=_describe_run(model, runner, began, len(partitions) - len(missing)),
+            run={
+                "ola_run": 1,
+                **_describe_times(began),
+                **_describe_environment(model, runner),
+                "partitions_taken_over": len(partitions) - len(missing),
+                "partitions_reused": dict(reuse.counts),
+            },
             packing=model.packing,
             num_layers=model.num_layers,
             pad_token_id=tokens.pad_token_id,
@@ -186,26 +201,29 @@ class _Progress:
         self._report(self._dataset, "maps", self._done, self._total)
 
 
-def _describe_run(model: "LoadedModel", runner: "BatchRunner", began: datetime, num_resumed: int) -> dict[str, Any]:
-    import torch
-
+def _describe_times(began: datetime) -> dict[str, Any]:
     ended = datetime.now(UTC)
-    device = model.model.device
     return {
-        "ola_run": 1,
         "began": began.isoformat(timespec="seconds"),
         "ended": ended.isoformat(timespec="seconds"),
         "seconds": round((ended - began).total_seconds(), 3),
         "host": platform.node(),
         "platform": platform.platform(),
-        "device": torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{device.type} {platform.machine()}",
+    }
+
+
+def _describe_environment(model: "LoadedModel", runner: "BatchRunner") -> dict[str, Any]:
+    """What decides the last bits of a map."""
+    import torch
+
+    device = model.model.device
+    processor = f"{device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor,
         "threads": torch.get_num_threads(),
         "attention": model.access.path,
         "batch_tokens": runner.batch_tokens,
         "batch_halvings": runner.num_halvings,
-        "partitions_taken_over": num_resumed,
         "versions": {
             "python": platform.python_version(),
             **{name: find_library_version(name) for name in _RECORDED_LIBRARIES},

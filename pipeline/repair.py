@@ -185,7 +185,9 @@ class _Source:
             self._report(name, "maps", done, total)
 
         for number in numbers:
-            columns = compute_partition(self._plan, loaded, runner, tokens, partitions[number], starts, advance)
+            columns = compute_partition(
+                self._plan, loaded, runner, tokens, partitions[number], starts, manifest.recipe.maps, advance
+            )
             for array, cells in columns.items():
                 yield f"{self._group}/{array}/c/{number}/0", encode_shard(cells, count_row_cells(partitions))
 

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 from pipeline.store.layout import Store
 from pipeline.store.objects import describe_bytes
 from storage_schema.errors import CorruptedObjectError, MissingObjectError, NewerFormatError
-from storage_schema.manifest import StoredObject
+from storage_schema.manifest import Manifest, StoredObject
 from storage_schema.samples import SAMPLE_TABLE_VERSION, Sample, compute_content_hash, from_table, to_table
 
 
@@ -30,6 +30,14 @@ def write_samples(
     if compute_content_hash(from_table(_read_table(data, place))) != content_sha256:
         raise CorruptedObjectError(f"{place} does not hold the samples of {corpus}/{split}; remove it and run again")
     return key, describe_bytes(data)
+
+
+def restore_samples(store: Store, manifest: Manifest, samples: list[Sample]) -> None:
+    """Writes a version's sample table where it is missing, if these samples give the recorded bytes."""
+    if store.objects.find_size(manifest.samples_path) is None:
+        data = encode_samples_table(samples)
+        if describe_bytes(data) == manifest.samples:
+            store.objects.put_if_absent(manifest.samples_path, data)
 
 
 def encode_samples_table(samples: list[Sample]) -> bytes:
