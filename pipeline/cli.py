@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from pipeline.commands import materialize, registries, stored, upkeep
+from pipeline.commands import exchange, materialize, registries, stored, upkeep
 from pipeline.commands.terminal import complain
 from pipeline.store.catalog import choose_store
 from storage_schema.errors import OlaError
@@ -95,6 +95,14 @@ def _build_parser() -> argparse.ArgumentParser:
     command = add("tag", stored.tag, "let a name stand for a version", store=True)
     command.add_argument("ref", metavar="REF")
     command.add_argument("name", metavar="NAME")
+    command = add("diff", exchange.compare, "say what differs between two versions", store=True)
+    command.add_argument("first", metavar="REF")
+    command.add_argument("second", metavar="REF")
+    command.add_argument("--other-store", help="where the second one is (default: the same store)")
+    command.add_argument("--json", action="store_true")
+    command = add("export", exchange.export, "write one version into a new folder, as a store of its own", store=True)
+    command.add_argument("ref", metavar="REF")
+    command.add_argument("folder", metavar="DIR", help="a folder that is not there yet")
     command = add("repair", upkeep.repair, "make damaged objects of a version again", store=True)
     command.add_argument("ref", metavar="REF")
     command.add_argument("--model", help="the model's directory, where it is a local one")

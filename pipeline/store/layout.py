@@ -44,6 +44,9 @@ class Store:
     def samples_key(self, corpus: str, split: str, content_sha256: str) -> str:
         return f"_samples/{corpus}/{split}/{content_sha256[:16]}.parquet"
 
+    def manifest_key(self, dataset: Dataset, number: int) -> str:
+        return f"{dataset}/v{number}.json"
+
     def tag_key(self, dataset: Dataset, tag: str) -> str:
         return f"{dataset}/_tags/{tag}.json"
 

@@ -72,7 +72,7 @@ def _list_records(store: Store, dataset: Dataset) -> list[tuple[int, Manifest | 
 
 
 def _read_record(store: Store, dataset: Dataset, number: int) -> Manifest | Tombstone:
-    key = _manifest_key(store, dataset, number)
+    key = store.manifest_key(dataset, number)
     place = store.describe(key)
     try:
         data = store.objects.read(key)
@@ -87,10 +87,6 @@ def _read_record(store: Store, dataset: Dataset, number: int) -> Manifest | Tomb
             f"`ola repair {dataset}@v{number}` restores the right one"
         )
     return record
-
-
-def _manifest_key(store: Store, dataset: Dataset, number: int) -> str:
-    return f"{store.dataset_key(dataset)}/v{number}.json"
 
 
 def _list_numbers(store: Store, folder: str) -> list[int]:
@@ -114,7 +110,7 @@ def resolve_ref(store: Store, text: str) -> Version:
     ref = parse_ref(text)
     numbers = _list_numbers(store, store.dataset_key(ref.dataset))
     if ref.number is not None and ref.number not in numbers and find_manifest_copy(store, ref.dataset, ref.number):
-        place = store.describe(_manifest_key(store, ref.dataset, ref.number))
+        place = store.describe(store.manifest_key(ref.dataset, ref.number))
         raise MissingObjectError(f"{place} is missing, but not its arrays; `ola repair {ref}` restores it")
     if not numbers:
         known = ", ".join(folder for folder in iter_dataset_folders(store) if _list_numbers(store, folder)) or "none"
@@ -197,7 +193,7 @@ def publish_version(store: Store, manifest: Manifest) -> Version:
         numbered = replace(manifest, number=number)
         # First beside the arrays, so that no published manifest is ever the only one.
         store.objects.replace(_copy_key(store, manifest.dataset, manifest.folder), numbered.encode())
-        if store.objects.put_if_absent(_manifest_key(store, manifest.dataset, number), numbered.encode()):
+        if store.objects.put_if_absent(store.manifest_key(manifest.dataset, number), numbered.encode()):
             return Version(number, numbered)
 
 
@@ -258,7 +254,7 @@ def restore_manifest(store: Store, ref: Ref) -> bool:
             raise
     if copy is None:
         return False
-    store.objects.replace(_manifest_key(store, ref.dataset, ref.number), copy.encode())
+    store.objects.replace(store.manifest_key(ref.dataset, ref.number), copy.encode())
     return True
 
 
@@ -277,4 +273,4 @@ def bury_version(store: Store, version: Version) -> None:
     """Puts a tombstone in the place of a version's manifest, in one step: no reader sees the version any more."""
     manifest = version.manifest
     tombstone = Tombstone(dataset=manifest.dataset, number=version.number, recipe=manifest.recipe)
-    store.objects.replace(_manifest_key(store, manifest.dataset, version.number), tombstone.encode())
+    store.objects.replace(store.manifest_key(manifest.dataset, version.number), tombstone.encode())
