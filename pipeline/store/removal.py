@@ -99,10 +99,11 @@ def collect_garbage(store: Store, *, unfinished: bool = False, apply: bool = Fal
 
 def _survey(store: Store, unfinished: bool) -> Survey:
     # Work first and versions after it: work that ends in between has published its version by then.
-    names = [match for name in store.objects.list_names("_work") if (match := _WORK_NAME.fullmatch(name))]
+    names = _list_work(store)
     work = {match[1] for match in names}
     if unfinished:
         work = {fingerprint for fingerprint in work if store.objects.is_owned(store.work_key(fingerprint))}
+        names = _list_work(store)  # to look for an owner in a bucket takes a while, in which work may end
     versions = [version for read_version in iter_versions(store) if (version := read_version()) is not None]
     groups = {store.group_key(v.manifest.dataset, v.manifest.recipe.fingerprint) for v in versions}
     garbage = [
@@ -124,6 +125,10 @@ def _survey(store: Store, unfinished: bool) -> Survey:
         unused = [key for key in tables if key.endswith(".parquet") and key not in used]
         garbage += [_weigh(store, key, "sample table that no version uses") for key in unused]
     return Survey(garbage, sorted(store.work_key(fingerprint) for fingerprint in work))
+
+
+def _list_work(store: Store) -> list[re.Match[str]]:
+    return [match for name in store.objects.list_names("_work") if (match := _WORK_NAME.fullmatch(name))]
 
 
 def _iter_datasets(store: Store) -> Iterator[Dataset]:

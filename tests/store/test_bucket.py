@@ -98,6 +98,27 @@ def test_every_command_works_on_a_bucket(url, tmp_path, capsys):
     assert [entry.tags for entry in list_datasets(url)] == [("best",)]
 
 
+def test_a_bucket_is_mended_exported_and_cleared_like_a_folder(tiny_llama, lines_file, url, folder, tmp_path, capsys):
+    objects, before = connect(url), read_objects(url)
+    keys = list_keys(url)
+    for key in keys[::2]:
+        objects.replace(key, before[key][:-1])
+    for key in [*keys[1::2], "tiny-llama/lines/all/v1.json"]:
+        objects.remove(key)
+    assert main(["repair", REF, "--store", url, "--model", str(tiny_llama), "--corpus", f"text:{lines_file}"]) == 0
+    assert read_objects(url) == before
+    assert verify(url) == []
+    assert main(["export", REF, str(tmp_path / "out"), "--store", url]) == 0
+    exported = {key: data for key, data in read_objects(tmp_path / "out").items() if key != "README.md"}
+    assert exported == before
+    assert main(["diff", REF, REF, "--store", url, "--other-store", str(folder)]) == 0
+    assert "objects: the same" in capsys.readouterr().out
+    assert main(["rm", REF, "--store", url]) == 0
+    assert main(["gc", "--apply", "--store", url]) == 0
+    assert read_objects(url).keys() == {"ola-store.json", "tiny-llama/lines/all/v1.json"}
+    assert list_datasets(url) == []
+
+
 def test_an_up_to_date_version_costs_no_model_and_writes_nothing(tiny_llama, lines_file, url, capsys):
     before = read_objects(url)
     code = (

@@ -14,6 +14,8 @@ from pipeline.store import lease
 from pipeline.store.catalog import list_datasets
 from pipeline.store.layout import connect, open_store, open_store_for_writing
 from pipeline.store.objects import describe_bytes
+from pipeline.store.ownership import own_work
+from pipeline.store.removal import collect_garbage
 from pipeline.store.verify import verify_version
 from pipeline.store.versions import publish_version, resolve_ref
 from storage_schema.errors import DatasetNotFoundError, LostOwnershipError, StoreUnavailableError
@@ -282,3 +284,21 @@ def test_recipes_published_at_once_get_different_numbers_and_none_is_lost(bucket
         start(publish, bucket, [number * 10 + turn + 1 for turn in range(4)], outcomes=outcomes)
     results = [pair for _ in range(3) for pair in outcomes.get(timeout=PATIENCE)]
     assert sorted(number for _, number in results) == list(range(1, 13))
+
+
+def test_garbage_of_a_killed_owner_is_collected_and_a_live_ones_is_not(
+    tiny_bert, lines_file, bucket, undisturbed, start
+):
+    materialize(str(tiny_bert), f"text:{lines_file}", store=bucket, **SETTINGS)
+    store = open_store(bucket)
+    with own_work(store, resolve_ref(store, DATASET).manifest.recipe):
+        survey = collect_garbage(store, unfinished=True, apply=True)
+        assert (survey.garbage, len(survey.unfinished)) == ([], 1)
+    process, _ = start(materialize, str(tiny_bert), f"text:{lines_file}", store=bucket, maps=(1,), partition_samples=1)
+    wait_until(lambda: len(list_work(bucket)) > 2)
+    process.kill()
+    process.join(PATIENCE)
+    assert collect_garbage(open_store(bucket), apply=True).garbage == []
+    assert collect_garbage(open_store(bucket), unfinished=True, apply=True).garbage != []
+    assert_whole(bucket, undisturbed)
+    assert len([key for key in connect(bucket).list_sizes(DATASET) if key.endswith("/run.json")]) == 1
