@@ -11,14 +11,16 @@ import torch
 from jaxtyping import Float, Int, Integer, Shaped
 from numpy import ndarray
 
+from pipeline.ola.identity import ModelIdentity
 from pipeline.ola.load import LoadedModel, load_model
 from pipeline.plan import Plan
 from pipeline.tokens.batches import iter_batches
+from pipeline.tokens.cache import recall_tokens
 from pipeline.tokens.encode import TokenTable, check_vocabulary, encode_samples, load_tokenizer
 from storage_schema.arrays import Packing, Partition, name_array, pack_map, place_samples
 from storage_schema.errors import InvalidRecipeError, NonFiniteMapError, TextTooLargeError, UnsupportedModelError
 from storage_schema.manifest import Counts
-from storage_schema.recipe import MapName
+from storage_schema.recipe import MapName, Recipe
 from storage_schema.refs import Dataset
 from storage_schema.samples import split_sample_id
 
@@ -108,17 +110,40 @@ def prepare_plans(
         UnsupportedModelError: the tokenizer or the model does not load or fails its check, or they do not fit together.
         InvalidRecipeError: the maximum length leaves no room beside special tokens, or the device is not here.
     """
-    identity, recipe = plans[0].model, plans[0].recipe
-    tokenizer = load_tokenizer(identity.path, identity.name, trust_remote_code=recipe.trust_remote_code)
-    tokens = {
-        plan.dataset: encode_samples(
-            tokenizer, plan.selected, plan.recipe.max_length, partial(report, str(plan.dataset), "tokens")
-        )
-        for plan in plans
-    }
+    tokens = {plan.dataset: tokenize_plan(plan, report) for plan in plans}
+    model = load_recipe_model(plans[0].model, plans[0].recipe, device)
     for table in tokens.values():
-        check_vocabulary(tokenizer, table, identity.name)
-    model = load_model(
+        check_fit(model, table)
+    return model, tokens
+
+
+def tokenize_plan(plan: Plan, report: Callable[[str, str, int, int], None] = lambda *_: None) -> TokenTable:
+    """The tokens of the plan's samples, from the cache where they have been made before.
+
+    Raises:
+        UnsupportedModelError: the tokenizer does not load, or knows none of the corpus's words.
+        InvalidRecipeError: the maximum length leaves no room beside special tokens.
+    """
+    identity, recipe, hear = plan.model, plan.recipe, partial(report, str(plan.dataset), "tokens")
+
+    def encode() -> TokenTable:
+        tokenizer = load_tokenizer(identity.path, identity.name, trust_remote_code=recipe.trust_remote_code)
+        tokens = encode_samples(tokenizer, plan.selected, recipe.max_length, hear)
+        check_vocabulary(tokenizer, tokens, identity.name)
+        return tokens
+
+    if recipe.trust_remote_code:  # code of the repository's own is in no hash
+        return encode()
+    tokens = recall_tokens(
+        plan.selected, (identity.revision, identity.tokenizer_sha256), recipe.max_length, encode
+    )  # fmt: skip
+    hear(len(tokens.lengths), len(tokens.lengths))
+    return tokens
+
+
+def load_recipe_model(identity: ModelIdentity, recipe: Recipe, device: str) -> LoadedModel:
+    """The model of a recipe, loaded and checked (`load_model`)."""
+    return load_model(
         identity,
         maps=recipe.maps,
         variant=recipe.variant,
@@ -126,13 +151,20 @@ def prepare_plans(
         compute_dtype=recipe.compute_dtype,
         device=device,
     )
-    highest = max(int(table.input_ids.max()) for table in tokens.values())
+
+
+def check_fit(model: LoadedModel, tokens: TokenTable) -> None:
+    """Nothing, where the model knows every token.
+
+    Raises:
+        UnsupportedModelError: the tokenizer and the model are not of one another.
+    """
+    highest = int(tokens.input_ids.max())
     if highest >= model.num_embeddings:
         raise UnsupportedModelError(
-            f"the tokenizer of {identity.name} gives token id {highest}, "
+            f"the tokenizer of {model.name} gives token id {highest}, "
             f"but the model has {model.num_embeddings} embeddings; are both of the same model?"
         )
-    return model, tokens
 
 
 def compute_partition(

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from pipeline.corpora.registry import open_corpus
 from pipeline.corpora.units import SampleSet, read_samples
-from pipeline.extraction import BatchRunner, build_index, compute_partition, prepare_plans
+from pipeline.extraction import BatchRunner, build_index, compute_partition, prepare_plans, tokenize_plan
 from pipeline.plan import Plan
 from pipeline.recompute import find_model
 from pipeline.store.arrays import encode_group
@@ -18,7 +18,7 @@ from pipeline.store.samples import encode_samples_table, read_samples_table
 from pipeline.store.shards import encode_shard
 from pipeline.store.verify import find_broken
 from pipeline.store.versions import Version, iter_versions
-from pipeline.tokens.encode import TokenTable, encode_samples, load_tokenizer
+from pipeline.tokens.encode import TokenTable
 from storage_schema.arrays import Partition, count_row_cells, name_array, plan_partitions
 from storage_schema.errors import InvalidRecipeError, OlaError
 from storage_schema.manifest import StoredObject
@@ -201,9 +201,7 @@ class _Source:
 
     @cached_property
     def _tokens(self) -> TokenTable:
-        identity, recipe = self._plan.model, self._manifest.recipe
-        tokenizer = load_tokenizer(identity.path, identity.name, trust_remote_code=recipe.trust_remote_code)
-        return encode_samples(tokenizer, self._plan.selected, recipe.max_length)
+        return tokenize_plan(self._plan)
 
     def _plan_partitions(self, tokens: TokenTable) -> list[Partition]:
         manifest = self._manifest

@@ -16,7 +16,7 @@ def find_cache(part: str) -> Path:
     """A folder of the cache (`OLA_CACHE`, else the user's cache folder), made if it is missing.
 
     Args:
-        part: `models`, `facts` or `objects`.
+        part: `models`, `facts`, `tokens`, `objects` or `prefect`.
 
     Raises:
         StoreAccessError: it cannot be made or written.
