@@ -4,6 +4,7 @@ A key is a path inside the store with `/` between its parts ("minilm-l6/sample/t
 its last part; "" is the store itself. An object appears whole or not at all. Folders and S3 buckets are such places.
 """
 
+import errno
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from hashlib import sha256
@@ -11,6 +12,16 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from storage_schema.manifest import StoredObject
+
+_NOT_OF_THE_OBJECT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
+def raise_unless_damage(error: OSError) -> None:
+    """Raises the error again where it is the process's own want (of open files, of memory) and says nothing of the
+    object, which may be whole.
+    """
+    if error.errno in _NOT_OF_THE_OBJECT:
+        raise error
 
 
 def describe_bytes(data: bytes) -> StoredObject:

@@ -18,7 +18,7 @@ from jaxtyping import Float, Shaped, UInt64
 from numpy import ndarray
 
 from pipeline.store.layout import Store
-from pipeline.store.objects import describe_bytes
+from pipeline.store.objects import describe_bytes, raise_unless_damage
 from pipeline.store.presence import check_presence, check_size, describe_remedy
 from pipeline.store.samples import read_samples_table
 from pipeline.store.shards import count_index_bytes, decode_chunk, decode_index, is_absent
@@ -161,6 +161,7 @@ class StoredVersion:
             finally:
                 os.close(descriptor)
         except OSError as error:
+            raise_unless_damage(error)
             self._check_size(key)
             raise CorruptedObjectError(
                 f"{self.version.ref}: object {self._describe(key)} cannot be read: {error.strerror}; "

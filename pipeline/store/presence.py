@@ -1,6 +1,7 @@
 """Whether every object of a version is there with its recorded size: what can be known without reading them."""
 
 from pipeline.store.layout import Store
+from pipeline.store.objects import raise_unless_damage
 from pipeline.store.versions import Version
 from storage_schema.errors import CorruptedObjectError, MissingObjectError
 
@@ -22,6 +23,7 @@ def check_presence(store: Store, version: Version) -> None:
     try:
         sizes = store.objects.list_sizes(group)
     except OSError as error:
+        raise_unless_damage(error)
         raise CorruptedObjectError(
             f"{version.ref}: {error.filename or store.describe(group)} cannot be read: {error.strerror}; "
             f"{describe_remedy(version)}"
@@ -37,6 +39,7 @@ def check_size(store: Store, version: Version, key: str, expected: int) -> None:
     try:
         size = store.objects.find_size(key)
     except OSError as error:
+        raise_unless_damage(error)
         raise CorruptedObjectError(
             f"{version.ref}: object {place} cannot be read: {error.strerror}; {describe_remedy(version)}"
         ) from None

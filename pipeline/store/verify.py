@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from pipeline.store.layout import MANIFEST_COPY, Store
-from pipeline.store.objects import describe_bytes
+from pipeline.store.objects import describe_bytes, raise_unless_damage
 from pipeline.store.open import StoredVersion
 from pipeline.store.versions import Version
 from storage_schema.arrays import count_cells, place_samples, plan_partitions, unpack_map
@@ -54,6 +54,7 @@ def find_broken(store: Store, version: Version) -> Iterator[tuple[str, StoredObj
             yield key, stored, f"{place}: missing"
             continue
         except OSError as error:
+            raise_unless_damage(error)
             yield key, stored, f"{place}: cannot be read ({error.strerror})"
             continue
         if found.num_bytes != stored.num_bytes:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from pipeline.store.layout import MANIFEST_COPY, Store
+from pipeline.store.objects import raise_unless_damage
 from storage_schema.errors import CorruptedObjectError, DatasetNotFoundError, MissingObjectError, OlaError
 from storage_schema.manifest import Manifest, Tombstone, decode_record
 from storage_schema.recipe import Recipe
@@ -77,6 +78,7 @@ def _read_record(store: Store, dataset: Dataset, number: int) -> Manifest | Tomb
     try:
         data = store.objects.read(key)
     except OSError as error:
+        raise_unless_damage(error)
         raise CorruptedObjectError(
             f"{place} cannot be read: {error.strerror}; `ola repair {dataset}@v{number}` restores it"
         ) from None

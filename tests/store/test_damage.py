@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import resource
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 from pipeline.readers import open_dataset
 from pipeline.store.layout import open_store
 from pipeline.store.open import StoredVersion
+from pipeline.store.presence import check_presence
 from pipeline.store.verify import verify_version
 from pipeline.store.versions import resolve_ref
 from storage_schema.errors import CorruptedObjectError, DamagedError, MissingObjectError, OlaError
@@ -247,3 +250,34 @@ def test_a_shard_that_changes_after_it_was_checked_is_not_read_on(tiny_bert, mat
     path.unlink()
     with pytest.raises(MissingObjectError, match=f"{path} is missing"):
         _ = dataset[30]
+
+
+@contextlib.contextmanager
+def no_more_files():
+    """Within it this process can open nothing."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("act", ["resolve", "check presence", "read", "verify"])
+def test_want_of_open_files_is_not_called_damage(store, act):
+    opened = open_store(store)
+    version = resolve_ref(opened, REF)
+    stored = StoredVersion(opened, version)
+    acts = {
+        "resolve": lambda: resolve_ref(opened, REF),
+        "check presence": lambda: check_presence(opened, version),
+        "read": lambda: stored.read_partition("rollout", 1),
+        "verify": lambda: list(verify_version(opened, version)),
+    }
+    acts[act]()  # imports what it needs
+    stored = StoredVersion(opened, version)
+    with no_more_files(), pytest.raises(OSError, match="Too many open files"):
+        acts[act]()
+    acts[act]()
