@@ -63,7 +63,11 @@ def shuffle_blocks(blocks: Int[ndarray, " S"], seed: int, epoch: int) -> Int[nda
 
 
 class Loader(Generic[Batches]):
-    """Batches, epoch after epoch: each `for` loop yields the rest of the current epoch, then the next one begins."""
+    """Batches, epoch after epoch: each `for` loop yields the rest of the current epoch, then the next one begins.
+
+    One loop at a time: they share the position and the workers. A loop that is gone on with after another one began
+    raises InvalidRecipeError.
+    """
 
     def __init__(
         self,
@@ -116,6 +120,7 @@ class Loader(Generic[Batches]):
         self._start_method = _choose_start_method(start_method, dataset) if num_workers else None
         self._pin_memory = pin_memory
         self._epoch = self._consumed = 0
+        self._current: object = None  # the loop that is under way
 
     def _plan(self) -> list[tuple[list[int], int]]:
         size = len(self.dataset)
@@ -171,20 +176,41 @@ class Loader(Generic[Batches]):
         steps = self._plan()
         plan = [(mine, consumed) for mine, consumed in steps if mine]
         epoch = self._epoch
+        if self._current is not None:  # its workers read what it planned
+            self._drop_cells()
+        loop = self._current = object()
         self._steps[:] = [mine for mine, _ in plan]
-        ended = False
         try:
             # The position moves before a batch is handed out: a state saved inside the loop counts it as consumed.
-            for (mine, consumed), cells in zip(plan, self._cells, strict=True):
+            for (mine, consumed), cells in zip(plan, self._iter_cells(loop), strict=True):
                 batch = self.dataset.pad_cells(mine, cells, self.pad_to_multiple_of)
                 is_last = consumed == steps[-1][1]
                 self._epoch, self._consumed = (epoch + 1, 0) if is_last else (epoch, consumed)
                 yield _pin(batch) if self._pin_memory else batch
             self._epoch, self._consumed = epoch + 1, 0
-            ended = True
+            self._current = None
         finally:
-            if not ended:  # a loop that was left, or an error: no worker stays behind
-                self.__dict__.pop("_cells", None)
+            if self._current is loop:  # a loop that was left, or an error: no worker stays behind
+                self._drop_cells()
+                self._current = None
+
+    def _iter_cells(self, loop: object) -> Iterator[Any]:
+        cells = iter(self._cells)
+        while True:
+            if self._current is not loop:
+                raise InvalidRecipeError(
+                    "another loop over this loader began before this one ended, and took its place; "
+                    "make a loader for each (`ds.loader(...)`)"
+                )
+            try:
+                batch = next(cells)
+            except StopIteration:
+                return
+            yield batch
+
+    def _drop_cells(self) -> None:
+        self.__dict__.pop("_cells", None)
+        self.__dict__.pop("_steps", None)
 
     def state_dict(self) -> dict[str, Any]:
         """The position as JSON values; at the end of an epoch it is step 0 of the next one."""

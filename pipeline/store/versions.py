@@ -183,7 +183,8 @@ def publish_version(store: Store, manifest: Manifest) -> Version:
     """The version that this manifest is from now on: numbered, visible and `latest` in one step.
 
     The step is a put-if-absent of `vN.json`. On a conflict the store is looked at again: where the same recipe has been
-    published, that version is the answer, else the next number is tried.
+    published, that version is the answer, else the next number is tried. The number of a version whose manifest was
+    lost is still its own: the copy beside its arrays says so.
     """
     while True:
         # One look for both questions: whatever is published after it takes the next number, and so makes a conflict.
@@ -191,7 +192,8 @@ def publish_version(store: Store, manifest: Manifest) -> Version:
         for number, record in records:
             if isinstance(record, Manifest) and record.recipe == manifest.recipe:
                 return Version(number, record)
-        number = records[-1][0] + 1 if records else 1
+        copies = (_find_copy_number(store, manifest.dataset, folder) for folder in list_groups(store, manifest.dataset))
+        number = max([number for number, _ in records] + [number or 0 for number in copies], default=0) + 1
         numbered = replace(manifest, number=number)
         # First beside the arrays, so that no published manifest is ever the only one.
         store.objects.replace(_copy_key(store, manifest.dataset, manifest.folder), numbered.encode())
@@ -208,13 +210,14 @@ def find_manifest_copy(store: Store, dataset: Dataset, number: int) -> Manifest 
 
     An unfinished version's copy does not count: its number may have become another's.
     """
-    found = []
-    for folder in list_groups(store, dataset):
-        if not store.has_work(folder):
-            copy = read_manifest_copy(store, dataset, folder)
-            if copy is not None and copy.number == number:
-                found.append(copy)
-    return found[0] if len(found) == 1 else None
+    found = [folder for folder in list_groups(store, dataset) if _find_copy_number(store, dataset, folder) == number]
+    return read_manifest_copy(store, dataset, found[0]) if len(found) == 1 else None
+
+
+def _find_copy_number(store: Store, dataset: Dataset, folder: str) -> int | None:
+    """The number that a finished version's copy of its manifest says; None where there is none, or it is unfinished."""
+    copy = None if store.has_work(folder) else read_manifest_copy(store, dataset, folder)
+    return copy.number if copy is not None else None
 
 
 def list_groups(store: Store, dataset: Dataset) -> list[str]:

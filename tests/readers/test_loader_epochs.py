@@ -236,6 +236,34 @@ def test_a_loop_that_is_left_goes_on_with_the_next_batch(dataset, all_ids):
     assert seen + flatten(ids_of(loader)) == all_ids
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loop_whose_place_another_took_says_so_and_the_other_goes_on(num_workers, dataset, all_ids):
+    loader = dataset.loader(batch_size=3, shuffle=True, num_workers=num_workers)
+    maps = {item.sample_id: item.maps for item in dataset}
+    older = iter(loader)
+    seen = next(older).sample_ids
+    newer = iter(loader)
+    rest = [next(newer)]
+    with pytest.raises(InvalidRecipeError, match="another loop over this loader began"):
+        next(older)
+    rest += newer
+    assert sorted([*seen, *(name for batch in rest for name in batch.sample_ids)]) == sorted(all_ids)
+    for batch in rest:
+        for name, values in zip(batch.sample_ids, batch.maps, strict=True):
+            length = maps[name].shape[-1]
+            assert torch.equal(values[:, :length, :length], torch.as_tensor(maps[name])), name
+
+
+def test_a_loop_that_was_left_open_is_not_gone_on_with_after_a_whole_one(dataset, all_ids):
+    loader = dataset.loader(batch_size=3)
+    left = iter(loader)
+    next(left)
+    list(loader)
+    with pytest.raises(InvalidRecipeError, match="another loop over this loader began"):
+        next(left)
+    assert flatten(ids_of(loader)) == all_ids
+
+
 def test_a_moved_store_and_other_workers_go_on_with_the_remaining_batches(tiny_bert, materialize_text):
     store, ref = materialize_text(tiny_bert, TEXTS, maps=(1,))
     loader = open_dataset(ref, store).loader(batch_size=2, shuffle=True, seed=8, num_workers=1)

@@ -47,6 +47,19 @@ def store(whole, tmp_path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "store"))
 
 
+def test_the_number_of_a_version_whose_manifest_was_lost_stays_its_own(store, tiny_bert, lines_file):
+    opened = open_store_for_writing(store)
+    lost = resolve_ref(opened, f"{DATASET}@v3")
+    (store / DATASET / "v3.json").unlink()
+    (ref,) = materialize(str(tiny_bert), f"text:{lines_file}", store=store, maps=(3,), partition_samples=4)
+    assert ref == f"{DATASET}@v4"
+    with pytest.raises(MissingObjectError, match=r"ola repair .*@v3"):
+        collect_garbage(opened, apply=True)
+    assert run("repair", f"{DATASET}@v3", "--store", store) == 0
+    assert resolve_ref(opened, f"{DATASET}@v3") == lost
+    assert not list(verify_version(opened, lost))
+
+
 def run(*arguments: object) -> int:
     return main([str(argument) for argument in arguments])
 
