@@ -179,12 +179,14 @@ def tag_version(store: Store, version: Version, tag: str) -> None:
     store.objects.replace(store.tag_key(version.manifest.dataset, tag), json.dumps(record).encode() + b"\n")
 
 
-def publish_version(store: Store, manifest: Manifest) -> Version:
+def publish_version(store: Store, manifest: Manifest, above: int = 0) -> Version:
     """The version that this manifest is from now on: numbered, visible and `latest` in one step.
 
     The step is a put-if-absent of `vN.json`. On a conflict the store is looked at again: where the same recipe has been
-    published, that version is the answer, else the next number is tried. The number of a version whose manifest was
-    lost is still its own: the copy beside its arrays says so.
+    published, that version is the answer, else the next number is tried.
+
+    Args:
+        above: the number is higher than this one (`find_highest_claim`).
     """
     while True:
         # One look for both questions: whatever is published after it takes the next number, and so makes a conflict.
@@ -192,8 +194,7 @@ def publish_version(store: Store, manifest: Manifest) -> Version:
         for number, record in records:
             if isinstance(record, Manifest) and record.recipe == manifest.recipe:
                 return Version(number, record)
-        copies = (_find_copy_number(store, manifest.dataset, folder) for folder in list_groups(store, manifest.dataset))
-        number = max([number for number, _ in records] + [number or 0 for number in copies], default=0) + 1
+        number = max(above, records[-1][0] if records else 0) + 1
         numbered = replace(manifest, number=number)
         # First beside the arrays, so that no published manifest is ever the only one.
         store.objects.replace(_copy_key(store, manifest.dataset, manifest.folder), numbered.encode())
@@ -210,14 +211,21 @@ def find_manifest_copy(store: Store, dataset: Dataset, number: int) -> Manifest 
 
     An unfinished version's copy does not count: its number may have become another's.
     """
-    found = [folder for folder in list_groups(store, dataset) if _find_copy_number(store, dataset, folder) == number]
-    return read_manifest_copy(store, dataset, found[0]) if len(found) == 1 else None
+    found = [copy for copy in _iter_finished_copies(store, dataset) if copy.number == number]
+    return found[0] if len(found) == 1 else None
 
 
-def _find_copy_number(store: Store, dataset: Dataset, folder: str) -> int | None:
-    """The number that a finished version's copy of its manifest says; None where there is none, or it is unfinished."""
-    copy = None if store.has_work(folder) else read_manifest_copy(store, dataset, folder)
-    return copy.number if copy is not None else None
+def find_highest_claim(store: Store, dataset: Dataset) -> int:
+    """The highest number that a finished version has by the copy beside its arrays, also where its manifest was lost;
+    0 where there is none.
+    """
+    return max((copy.number or 0 for copy in _iter_finished_copies(store, dataset)), default=0)
+
+
+def _iter_finished_copies(store: Store, dataset: Dataset) -> Iterator[Manifest]:
+    for folder in list_groups(store, dataset):
+        if not store.has_work(folder) and (copy := read_manifest_copy(store, dataset, folder)) is not None:
+            yield copy
 
 
 def list_groups(store: Store, dataset: Dataset) -> list[str]:

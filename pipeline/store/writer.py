@@ -17,7 +17,7 @@ from pipeline.store.arrays import encode_group
 from pipeline.store.layout import Store
 from pipeline.store.objects import Ownership, describe_bytes
 from pipeline.store.shards import encode_shard
-from pipeline.store.versions import Version, publish_version
+from pipeline.store.versions import Version, find_highest_claim, publish_version
 from storage_schema.arrays import Packing, Partition, count_row_cells, name_array
 from storage_schema.errors import MissingObjectError
 from storage_schema.manifest import Manifest, MapStatistics, StoredObject
@@ -167,7 +167,7 @@ class VersionWriter:
             objects=dict(sorted(objects.items())), statistics=statistics, **manifest_fields,
         )  # fmt: skip
         self._owner.check()
-        version = publish_version(self._store, manifest)
+        version = publish_version(self._store, manifest, find_highest_claim(self._store, self._dataset))
         self._store.remove_journal(self._recipe.fingerprint)
         return version
 

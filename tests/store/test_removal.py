@@ -47,6 +47,10 @@ def store(whole, tmp_path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "store"))
 
 
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
 def test_the_number_of_a_version_whose_manifest_was_lost_stays_its_own(store, tiny_bert, lines_file):
     opened = open_store_for_writing(store)
     lost = resolve_ref(opened, f"{DATASET}@v3")
@@ -58,10 +62,6 @@ def test_the_number_of_a_version_whose_manifest_was_lost_stays_its_own(store, ti
     assert run("repair", f"{DATASET}@v3", "--store", store) == 0
     assert resolve_ref(opened, f"{DATASET}@v3") == lost
     assert not list(verify_version(opened, lost))
-
-
-def run(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
 
 
 def read_tree(store: Path) -> dict[str, bytes]:
