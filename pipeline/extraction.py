@@ -4,7 +4,7 @@ Axis names: S samples, B batch, M maps, T tokens of one sample.
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -110,35 +110,46 @@ def prepare_plans(
         UnsupportedModelError: the tokenizer or the model does not load or fails its check, or they do not fit together.
         InvalidRecipeError: the maximum length leaves no room beside special tokens, or the device is not here.
     """
-    tokens = {plan.dataset: tokenize_plan(plan, report) for plan in plans}
+    tokens = tokenize_plans(plans, report)
     model = load_recipe_model(plans[0].model, plans[0].recipe, device)
-    for table in tokens.values():
-        check_fit(model, table)
+    highest = max(int(table.input_ids.max()) for table in tokens.values())
+    if highest >= model.num_embeddings:
+        raise UnsupportedModelError(
+            f"the tokenizer of {model.name} gives token id {highest}, "
+            f"but the model has {model.num_embeddings} embeddings; are both of the same model?"
+        )
     return model, tokens
 
 
-def tokenize_plan(plan: Plan, report: Callable[[str, str, int, int], None] = lambda *_: None) -> TokenTable:
-    """The tokens of the plan's samples, from the cache where they have been made before.
+def tokenize_plans(
+    plans: list[Plan], report: Callable[[str, str, int, int], None] = lambda *_: None
+) -> dict[Dataset, TokenTable]:
+    """The tokens of the samples of plans that share a model, from the cache where they have been made before.
+
+    Args:
+        report: hears dataset, stage (`tokens`), samples done and in all.
 
     Raises:
-        UnsupportedModelError: the tokenizer does not load, or knows none of the corpus's words.
+        UnsupportedModelError: the tokenizer does not load, or knows none of a corpus's words.
         InvalidRecipeError: the maximum length leaves no room beside special tokens.
     """
-    identity, recipe, hear = plan.model, plan.recipe, partial(report, str(plan.dataset), "tokens")
+    identity, trusts_code = plans[0].model, plans[0].recipe.trust_remote_code
+    load = cache(partial(load_tokenizer, identity.path, identity.name, trust_remote_code=trusts_code))
 
-    def encode() -> TokenTable:
-        tokenizer = load_tokenizer(identity.path, identity.name, trust_remote_code=recipe.trust_remote_code)
-        tokens = encode_samples(tokenizer, plan.selected, recipe.max_length, hear)
-        check_vocabulary(tokenizer, tokens, identity.name)
+    def encode(plan: Plan) -> TokenTable:
+        hear = partial(report, str(plan.dataset), "tokens")
+        tokens = encode_samples(load(), plan.selected, plan.recipe.max_length, hear)
+        check_vocabulary(load(), tokens, identity.name)
         return tokens
 
-    if recipe.trust_remote_code:  # code of the repository's own is in no hash
-        return encode()
-    tokens = recall_tokens(
-        plan.selected, (identity.revision, identity.tokenizer_sha256), recipe.max_length, encode
-    )  # fmt: skip
-    hear(len(tokens.lengths), len(tokens.lengths))
-    return tokens
+    def recall(plan: Plan) -> TokenTable:
+        hashes = (identity.revision, identity.tokenizer_sha256)
+        tokens = recall_tokens(plan.selected, hashes, plan.recipe.max_length, partial(encode, plan))
+        report(str(plan.dataset), "tokens", len(tokens.lengths), len(tokens.lengths))
+        return tokens
+
+    make = encode if trusts_code else recall  # code of the repository's own is in no hash of the tokenizer's
+    return {plan.dataset: make(plan) for plan in plans}
 
 
 def load_recipe_model(identity: ModelIdentity, recipe: Recipe, device: str) -> LoadedModel:
@@ -151,20 +162,6 @@ def load_recipe_model(identity: ModelIdentity, recipe: Recipe, device: str) -> L
         compute_dtype=recipe.compute_dtype,
         device=device,
     )
-
-
-def check_fit(model: LoadedModel, tokens: TokenTable) -> None:
-    """Nothing, where the model knows every token.
-
-    Raises:
-        UnsupportedModelError: the tokenizer and the model are not of one another.
-    """
-    highest = int(tokens.input_ids.max())
-    if highest >= model.num_embeddings:
-        raise UnsupportedModelError(
-            f"the tokenizer of {model.name} gives token id {highest}, "
-            f"but the model has {model.num_embeddings} embeddings; are both of the same model?"
-        )
 
 
 def compute_partition(
@@ -209,6 +206,7 @@ def compute_partition(
 def build_index(
     plan: Plan, tokens: TokenTable, partitions: list[Partition], packing: Packing
 ) -> dict[str, Shaped[ndarray, "..."]]:
+    """The arrays of `INDEX_ARRAYS` by name: where each sample lies, who it is, and its tokens."""
     owner, start = place_samples(tokens.lengths, partitions, packing)
     ids = [split_sample_id(sample.sample_id) for sample in plan.selected]
     return {
@@ -224,6 +222,7 @@ def build_index(
 
 
 def count_losses(plan: Plan, tokens: TokenTable, partitions: list[Partition]) -> Counts:
+    """What the manifest counts of a version: its samples, tokens and cells, and what of the texts was left out."""
     samples = plan.selected
     return Counts(
         samples=len(samples),

@@ -32,7 +32,7 @@ def recompute_samples(
     """
     import torch
 
-    from pipeline.ola.load import load_model
+    from pipeline.extraction import load_recipe_model
     from pipeline.tokens.encode import encode_samples, load_tokenizer
 
     recipe = version.manifest.recipe
@@ -48,14 +48,7 @@ def recompute_samples(
         samples,
         recipe.max_length,
     )
-    loaded = load_model(
-        identity,
-        maps=recipe.maps,
-        variant=recipe.variant,
-        seed=recipe.seed,
-        compute_dtype=recipe.compute_dtype,
-        device=device,
-    )
+    loaded = load_recipe_model(identity, recipe, device)
     differences = []
     for row, index in enumerate(chosen):
         first, length = int(tokens.starts[row]), int(tokens.lengths[row])

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from pipeline.corpora.registry import open_corpus
 from pipeline.corpora.units import SampleSet, read_samples
-from pipeline.extraction import BatchRunner, build_index, compute_partition, prepare_plans, tokenize_plan
+from pipeline.extraction import BatchRunner, build_index, compute_partition, prepare_plans, tokenize_plans
 from pipeline.plan import Plan
 from pipeline.recompute import find_model
 from pipeline.store.arrays import encode_group
@@ -201,7 +201,7 @@ class _Source:
 
     @cached_property
     def _tokens(self) -> TokenTable:
-        return tokenize_plan(self._plan)
+        return tokenize_plans([self._plan])[self._manifest.dataset]
 
     def _plan_partitions(self, tokens: TokenTable) -> list[Partition]:
         manifest = self._manifest

@@ -16,7 +16,7 @@ def find_cache(part: str) -> Path:
     """A folder of the cache (`OLA_CACHE`, else the user's cache folder), made if it is missing.
 
     Args:
-        part: `models`, `facts`, `tokens`, `objects` or `prefect`.
+        part: `models`, `facts`, `tokens` or `objects`.
 
     Raises:
         StoreAccessError: it cannot be made or written.
@@ -33,3 +33,11 @@ def find_cache(part: str) -> Path:
             f"the cache {folder} cannot be written: {error.strerror}; set OLA_CACHE to a folder that can"
         ) from None
     return folder
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Writes a file of the cache in one step, over what was there: readers see the whole of one or of the other."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        partial = Path(folder) / path.name
+        partial.write_bytes(data)
+        partial.replace(path)

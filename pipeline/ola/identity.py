@@ -6,7 +6,6 @@ that asking again imports neither torch nor transformers.
 
 import hashlib
 import json
-import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from storage_schema.errors import (
     UnsupportedModelError,
     summarize_error,
 )
-from storage_schema.paths import expand_home, find_cache
+from storage_schema.paths import expand_home, find_cache, replace_file
 from storage_schema.refs import check_name
 
 if TYPE_CHECKING:
@@ -200,9 +199,7 @@ def _recall_facts(folder: Path, name: str, trust_remote_code: bool, *, hash_file
         max_positions=find_max_positions(config, name),
         num_layers=_count_layers(config, name, [path for path in model_files if path.suffix == ".safetensors"]),
     )
-    with tempfile.NamedTemporaryFile("w", dir=remembered.parent, delete=False) as file:
-        json.dump(asdict(facts), file)
-    Path(file.name).replace(remembered)
+    replace_file(remembered, json.dumps(asdict(facts)).encode())
     return facts
 
 

@@ -177,40 +177,27 @@ class Loader(Generic[Batches]):
         plan = [(mine, consumed) for mine, consumed in steps if mine]
         epoch = self._epoch
         if self._current is not None:  # its workers read what it planned
-            self._drop_cells()
+            self.__dict__.pop("_cells", None)
         loop = self._current = object()
         self._steps[:] = [mine for mine, _ in plan]
         try:
             # The position moves before a batch is handed out: a state saved inside the loop counts it as consumed.
-            for (mine, consumed), cells in zip(plan, self._iter_cells(loop), strict=True):
+            for (mine, consumed), cells in zip(plan, self._cells, strict=True):
                 batch = self.dataset.pad_cells(mine, cells, self.pad_to_multiple_of)
                 is_last = consumed == steps[-1][1]
                 self._epoch, self._consumed = (epoch + 1, 0) if is_last else (epoch, consumed)
                 yield _pin(batch) if self._pin_memory else batch
+                if self._current is not loop:
+                    raise InvalidRecipeError(
+                        "another loop over this loader began before this one ended, and took its place; "
+                        "make a loader for each (`ds.loader(...)`)"
+                    )
             self._epoch, self._consumed = epoch + 1, 0
             self._current = None
         finally:
             if self._current is loop:  # a loop that was left, or an error: no worker stays behind
-                self._drop_cells()
+                self.__dict__.pop("_cells", None)
                 self._current = None
-
-    def _iter_cells(self, loop: object) -> Iterator[Any]:
-        cells = iter(self._cells)
-        while True:
-            if self._current is not loop:
-                raise InvalidRecipeError(
-                    "another loop over this loader began before this one ended, and took its place; "
-                    "make a loader for each (`ds.loader(...)`)"
-                )
-            try:
-                batch = next(cells)
-            except StopIteration:
-                return
-            yield batch
-
-    def _drop_cells(self) -> None:
-        self.__dict__.pop("_cells", None)
-        self.__dict__.pop("_steps", None)
 
     def state_dict(self) -> dict[str, Any]:
         """The position as JSON values; at the end of an epoch it is step 0 of the next one."""

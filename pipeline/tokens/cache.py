@@ -4,9 +4,10 @@ They lie in the cache folder as NumPy archives without pickles; an archive's own
 counts as none.
 """
 
+import io
 import json
-import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields
 from hashlib import sha256
 from importlib.metadata import version as find_library_version
@@ -17,7 +18,7 @@ import numpy as np
 
 from pipeline.tokens import alignment, encode
 from pipeline.tokens.encode import TokenTable
-from storage_schema.paths import find_cache
+from storage_schema.paths import find_cache, replace_file
 from storage_schema.samples import Sample
 
 _CODE = tuple(Path(str(module.__file__)) for module in (alignment, encode))
@@ -38,13 +39,16 @@ def recall_tokens(
     """
     path = find_cache("tokens") / f"{_digest(samples, tokenizer, max_length)}.npz"
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            values = {field.name: archive[field.name] for field in fields(TokenTable)}
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as found:
+            values = {field.name: found[field.name] for field in fields(TokenTable)}
         columns: dict[str, Any] = {name: value if value.ndim else int(value) for name, value in values.items()}
         return TokenTable(**columns)
     except Exception:  # a damaged archive raises whatever the damaged field leads to
         tokens = make()
-    _keep(path, tokens)
+    archive = io.BytesIO()
+    np.savez(archive, **asdict(tokens))
+    with suppress(OSError):  # a full disk costs the next run some seconds, not this one its work
+        replace_file(path, archive.getvalue())
     return tokens
 
 
@@ -56,13 +60,3 @@ def _digest(samples: Sequence[Sample], tokenizer: Sequence[str], max_length: int
     for sample in samples:
         digest.update(json.dumps([sample.text, sample.word_spans]).encode() + b"\n")
     return digest.hexdigest()[:32]
-
-
-def _keep(path: Path, tokens: TokenTable) -> None:
-    try:
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            partial = Path(folder) / path.name
-            np.savez(partial, **asdict(tokens))
-            partial.replace(path)
-    except OSError:
-        return  # a full disk costs the next run some seconds, not this one its work
