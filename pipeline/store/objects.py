@@ -16,11 +16,11 @@ from storage_schema.manifest import StoredObject
 _NOT_OF_THE_OBJECT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
-def raise_unless_damage(error: OSError) -> None:
+def raise_unless_damage(error: Exception) -> None:
     """Raises the error again where it is the process's own want (of open files, of memory) and says nothing of the
     object, which may be whole.
     """
-    if error.errno in _NOT_OF_THE_OBJECT:
+    if isinstance(error, OSError) and error.errno in _NOT_OF_THE_OBJECT:
         raise error
 
 

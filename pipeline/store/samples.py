@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.store.layout import Store
-from pipeline.store.objects import describe_bytes
+from pipeline.store.objects import describe_bytes, raise_unless_damage
 from storage_schema.errors import CorruptedObjectError, MissingObjectError, NewerFormatError
 from storage_schema.manifest import Manifest, StoredObject
 from storage_schema.samples import SAMPLE_TABLE_VERSION, Sample, compute_content_hash, from_table, to_table
@@ -58,7 +58,8 @@ def read_samples_table(store: Store, key: str, expected: StoredObject) -> pa.Tab
     place = store.describe(key)
     try:
         data = store.objects.localize(key, expected).read_bytes()
-    except OSError:
+    except OSError as error:
+        raise_unless_damage(error)
         raise MissingObjectError(
             f"the sample table {place} is missing; `ola repair` makes it again from the corpus"
         ) from None

@@ -154,7 +154,8 @@ def _read_tag(store: Store, ref: Ref) -> str:
     except FileNotFoundError:
         tags = ", ".join(_list_tag_names(store, ref.dataset)) or "none"
         raise DatasetNotFoundError(f"dataset {ref.dataset} has no tag {ref.version!r}; tags: {tags}") from None
-    except (ValueError, KeyError, TypeError, OSError):
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise_unless_damage(error)
         raise CorruptedObjectError(f"{store.describe(key)} is not a tag; set it again with `ola tag`") from None
 
 
@@ -239,7 +240,10 @@ def read_manifest_copy(store: Store, dataset: Dataset, folder: str) -> Manifest 
     key = _copy_key(store, dataset, folder)
     try:
         copy = Manifest.decode(store.objects.read(key), store.describe(key))
-    except (OSError, OlaError):
+    except OSError as error:
+        raise_unless_damage(error)
+        return None
+    except OlaError:
         return None
     return copy if (copy.dataset, copy.folder) == (dataset, folder) else None
 

@@ -14,8 +14,9 @@ from pipeline.readers import open_dataset
 from pipeline.store.layout import open_store
 from pipeline.store.open import StoredVersion
 from pipeline.store.presence import check_presence
+from pipeline.store.samples import read_samples_table
 from pipeline.store.verify import verify_version
-from pipeline.store.versions import resolve_ref
+from pipeline.store.versions import read_manifest_copy, resolve_ref, tag_version
 from storage_schema.errors import CorruptedObjectError, DamagedError, MissingObjectError, OlaError
 from storage_schema.samples import from_table
 
@@ -265,13 +266,17 @@ def no_more_files():
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-@pytest.mark.parametrize("act", ["resolve", "check presence", "read", "verify"])
+@pytest.mark.parametrize("act", ["resolve", "tag", "copy", "check presence", "texts", "read", "verify"])
 def test_want_of_open_files_is_not_called_damage(store, act):
     opened = open_store(store)
     version = resolve_ref(opened, REF)
+    tag_version(opened, version, "named")
     stored = StoredVersion(opened, version)
     acts = {
         "resolve": lambda: resolve_ref(opened, REF),
+        "tag": lambda: resolve_ref(opened, f"{DATASET}@named"),
+        "copy": lambda: read_manifest_copy(opened, version.manifest.dataset, version.manifest.folder),
+        "texts": lambda: read_samples_table(opened, version.manifest.samples_path, version.manifest.samples),
         "check presence": lambda: check_presence(opened, version),
         "read": lambda: stored.read_partition("rollout", 1),
         "verify": lambda: list(verify_version(opened, version)),
